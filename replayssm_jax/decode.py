@@ -1,0 +1,326 @@
+"""Decoding: verify, commit, step and flush on a ReplayState.
+
+A step appends its tokens' inputs to the ring and evaluates their outputs from checkpoint and ring.
+The checkpoint is written only where a flush is due, see `flush_switch`. Not differentiable in the
+state: train through `prefill`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+from replayssm_jax import dispatch, window
+from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due
+from replayssm_jax.inputs import TokenInputs, check_inputs
+from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import (
+    InputBuffer,
+    Pointer,
+    ReplayState,
+    check_rows,
+    check_state,
+    committed_records,
+    concrete,
+    require_ragged,
+)
+
+
+def verify(
+    spec: ReplaySpec,
+    state: ReplayState,
+    inputs: TokenInputs,
+    lengths: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ReplayState]:
+    """Append T tokens as drafts and compute their outputs; `commit` then accepts a prefix.
+
+    Rows where the tokens would not fit in the window first fold their committed records into the
+    checkpoint. Pending drafts of an earlier call are dropped.
+
+    Args:
+      spec: the layer.
+      state: B rows.
+      inputs: 1 <= T <= `spec.max_tokens` tokens.
+      lengths: None, or int [B] in [0, T], how many tokens of each row are real. A row with 0 is
+        left untouched. Outputs of tokens that are not real are zero. Needs ragged pointers.
+      implementation: None or "xla"; a named one that cannot run raises.
+
+    Returns:
+      The outputs [B, T, H, P] in the dtype of `v`, and the state with T (or `lengths`) pending
+      drafts.
+
+    Raises:
+      TypeError: a wrong dtype.
+      ValueError: a wrong shape, T above `max_tokens`, `lengths` on a scalar pointer, and (where the
+        values are known) lengths out of range or gates that are positive or not finite.
+    """
+    dispatch.resolve(implementation)
+    batch_size = check_state(spec, state)
+    num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
+    lengths = check_lengths(state, lengths, num_tokens)
+    check_gates(inputs.g)
+    _check_phase(spec, state)
+    return _verify(spec, state, inputs, lengths)
+
+
+def step(
+    spec: ReplaySpec,
+    state: ReplayState,
+    inputs: TokenInputs,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ReplayState]:
+    """Decode one token: `verify` with T = 1 followed by `commit(1)`, bit for bit.
+
+    Args:
+      spec: the layer.
+      state: B rows.
+      inputs: one token, T = 1.
+      implementation: as in `verify`.
+
+    Returns:
+      The output [B, 1, H, P] in the dtype of `v`, and the new state.
+
+    Raises:
+      TypeError, ValueError: as `verify`.
+    """
+    dispatch.resolve(implementation)
+    batch_size = check_state(spec, state)
+    check_inputs(spec, inputs, batch_size, max_tokens=1)
+    check_gates(inputs.g)
+    _check_phase(spec, state)
+    return _step(spec, state, inputs)
+
+
+def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> ReplayState:
+    """Accept the first `accepted` pending drafts of each row and drop the rest.
+
+    Only the pointer moves. Where `accepted` is traced it is clipped to [0, pending], so that a
+    second commit changes nothing.
+
+    Args:
+      spec: the layer.
+      state: with pending drafts.
+      accepted: an int or int32 scalar, or with ragged pointers int32 [B].
+
+    Raises:
+      ValueError: [B] on a scalar pointer, a wrong shape, or (where the values are known) accepted
+        out of [0, pending].
+    """
+    batch_size = check_state(spec, state)
+    accepted = jnp.asarray(accepted)
+    if accepted.ndim:
+        require_ragged(state, "accepted of shape [B]")
+        accepted = check_rows("accepted", accepted, batch_size, jnp.integer)
+    elif not jnp.issubdtype(accepted.dtype, jnp.integer):
+        raise TypeError(f"accepted must be an integer, found {accepted.dtype.name}")
+    known, pending = concrete(accepted), concrete(state.pointer.pending)
+    if known is not None and pending is not None and ((known < 0) | (known > pending)).any():
+        raise ValueError(
+            f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
+            f"pending={pending.tolist()}"
+        )
+    return _commit(state, accepted)
+
+
+def flush(
+    spec: ReplaySpec,
+    state: ReplayState,
+    where: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> ReplayState:
+    """Fold the committed records into the checkpoint now; pending drafts are dropped.
+
+    Args:
+      spec: the layer.
+      state: B rows.
+      where: None for all rows, or bool [B] with ragged pointers; other rows stay as they are.
+      implementation: as in `verify`.
+
+    Raises:
+      TypeError, ValueError: wrong shapes or dtypes, `where` on a scalar pointer.
+    """
+    dispatch.resolve(implementation)
+    batch_size = check_state(spec, state)
+    if where is not None:
+        require_ragged(state, "where")
+        where = check_rows("where", where, batch_size, jnp.bool)
+    return _flush(spec, state, where)
+
+
+def check_lengths(
+    state: ReplayState, lengths: jax.Array | None, num_tokens: int
+) -> jax.Array | None:
+    """`lengths` as int32 [B], checked against the pointer and, where known, against [0, T]."""
+    if lengths is None:
+        return None
+    require_ragged(state, "lengths")
+    lengths = check_rows("lengths", lengths, state.checkpoint.shape[0], jnp.integer)
+    known = concrete(lengths)
+    if known is not None and ((known < 0) | (known > num_tokens)).any():
+        raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
+    return jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
+
+
+def check_gates(g: jax.Array) -> None:
+    """Raise ValueError where g is known and positive or not finite."""
+    known = concrete(g)
+    if known is not None and not (np.isfinite(known) & (known <= 0)).all():
+        raise ValueError(
+            "g must be a finite log-decay of at most 0, found values from "
+            f"{np.min(known)} to {np.max(known)}; to forget everything use reset or resets"
+        )
+
+
+def as_tokens(
+    spec: ReplaySpec,
+    inputs: TokenInputs,
+    valid: jax.Array | None = None,
+    segment: jax.Array | None = None,
+) -> window.Tokens:
+    """Inputs in the layout of `window`; tokens that are not `valid` [B, T] become identities."""
+    checkify.debug_check(
+        jnp.all(jnp.isfinite(inputs.g) & (inputs.g <= 0)), "g must be finite and at most 0"
+    )
+    log_decay = inputs.g if spec.decay == "channel" else inputs.g[..., None]
+    parts: dict[str, Any] = {
+        "q": inputs.q,
+        "k": inputs.k,
+        "v": inputs.v,
+        "log_decay": log_decay,
+        "beta": inputs.beta,
+    }
+    if valid is not None:
+        parts = {
+            name: jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
+            for name, x in parts.items()
+        }
+    return window.Tokens(**parts, segment=segment)
+
+
+def read_columns(
+    spec: ReplaySpec, tokens: window.Tokens, *past: Any
+) -> tuple[jax.Array | None, jax.Array]:
+    """Past contributions for keys (delta rule, else None) and queries, in one pass."""
+    if spec.rule == "additive":
+        return None, window.read_past(spec, *past, tokens, tokens.q[None])[0]
+    columns = jnp.stack([tokens.k, tokens.q])
+    key_reads, query_reads = window.read_past(spec, *past, tokens, columns)
+    return key_reads, query_reads
+
+
+def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
+    phase = state.pointer.phase
+    if phase is not None and phase.window > spec.window:
+        raise ValueError(
+            f"a loop with window={phase.window} steps a state whose spec has "
+            f"window={spec.window}: pass window={spec.window} to the loop"
+        )
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _verify(
+    spec: ReplaySpec, state: ReplayState, inputs: TokenInputs, lengths: jax.Array | None
+) -> tuple[jax.Array, ReplayState]:
+    num_tokens = inputs.v.shape[1]
+    before = state.pointer
+    num_new: jax.Array | int = num_tokens if lengths is None else lengths
+    state = dataclasses.replace(
+        state, pointer=dataclasses.replace(before, pending=jnp.zeros_like(before.pending))
+    )
+    state = flush_when_due(spec, state, num_new)
+    pointer = state.pointer
+    valid = None
+    if lengths is not None:
+        valid = jnp.arange(num_tokens, dtype=jnp.int32)[None] < lengths[:, None]
+    tokens = as_tokens(spec, inputs, valid)
+    past = committed_records(spec, state.buffer, pointer.start, pointer.length)
+    key_reads, query_reads = read_columns(spec, tokens, state.checkpoint, pointer.fresh, past)
+    update = window.solve_updates(spec, tokens, key_reads)
+    output = window.evaluate(spec, tokens, update, query_reads)
+    if pointer.phase is not None:
+        # A loop body that steps one state twice would outrun the window: loud, not wrong.
+        fits = pointer.length + num_new <= spec.window
+        output = jnp.where(fits.reshape(-1, 1, 1, 1), output, jnp.nan)
+    buffer = _append(spec, state.buffer, pointer, inputs, update, valid)
+    if lengths is None:
+        pending = jnp.full_like(pointer.pending, num_tokens)
+    else:
+        pending = jnp.where(lengths > 0, lengths, before.pending)
+    state = dataclasses.replace(
+        state, buffer=buffer, pointer=dataclasses.replace(pointer, pending=pending)
+    )
+    return output.astype(inputs.v.dtype), state
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _step(
+    spec: ReplaySpec, state: ReplayState, inputs: TokenInputs
+) -> tuple[jax.Array, ReplayState]:
+    output, state = _verify(spec, state, inputs, None)
+    return output, _commit(state, jnp.ones((), jnp.int32))
+
+
+@jax.jit
+def _commit(state: ReplayState, accepted: jax.Array) -> ReplayState:
+    pointer = state.pointer
+    accepted = accepted.astype(jnp.int32)
+    checkify.debug_check(
+        jnp.all((accepted >= 0) & (accepted <= pointer.pending)),
+        "accepted must lie in [0, pending]",
+    )
+    length = pointer.length + jnp.clip(accepted, 0, pointer.pending)
+    pointer = dataclasses.replace(pointer, length=length, pending=jnp.zeros_like(pointer.pending))
+    return dataclasses.replace(state, pointer=pointer)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _flush(spec: ReplaySpec, state: ReplayState, where: jax.Array | None) -> ReplayState:
+    return flush_all(spec, state) if where is None else flush_rows(spec, state, where)
+
+
+def _append(
+    spec: ReplaySpec,
+    buffer: InputBuffer,
+    pointer: Pointer,
+    inputs: TokenInputs,
+    update: jax.Array,
+    valid: jax.Array | None,
+) -> InputBuffer:
+    """Write the new records behind the committed ones; invalid ones are not written."""
+    num_tokens = inputs.v.shape[1]
+    first = pointer.start + pointer.length
+    offsets = jnp.arange(num_tokens, dtype=jnp.int32)
+    slots = (first.reshape(-1, 1) + offsets[None]) % spec.capacity
+    if valid is not None:
+        slots = jnp.where(valid, slots, spec.capacity)
+
+    def write(ring: jax.Array | None, new: jax.Array) -> jax.Array | None:
+        if ring is None:
+            return None
+        if pointer.is_ragged:
+            rows = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
+            return ring.at[rows, slots].set(new, mode="drop", unique_indices=True)
+        if num_tokens == 1:
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, slots[0, 0], axis=1)
+        return ring.at[:, slots[0]].set(new, mode="promise_in_bounds", unique_indices=True)
+
+    log_decay = write(buffer.log_decay, inputs.g)
+    key = write(buffer.key, inputs.k)
+    assert log_decay is not None and key is not None
+    return InputBuffer(
+        log_decay=log_decay,
+        key=key,
+        value=write(buffer.value, inputs.v),
+        beta=write(buffer.beta, inputs.beta),
+        update=write(buffer.update, update),
+    )

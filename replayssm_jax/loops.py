@@ -1,0 +1,148 @@
+"""Decode loops that know where in a window they stand, so that no step needs a predicate.
+
+`scan_steps` and `while_loop` have the signatures of `jax.lax.scan` and `jax.lax.while_loop`. They
+run in windows: one step that flushes, then window - 1 steps that only read. The phase reaches the
+layers through the user's own model as static data of every `Pointer` in the carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax.state import Phase, Pointer
+
+Carry = TypeVar("Carry")
+
+
+def scan_steps(
+    f: Callable[[Carry, Any], tuple[Carry, Any]],
+    init: Carry,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    window: int = 16,
+) -> tuple[Carry, Any]:
+    """`jax.lax.scan` over decode steps, without a flush predicate.
+
+    Each call of `f` must advance each ReplayState in the carry by one `step`; a state that is
+    stepped twice gives NaN once it has outrun its window. The first step of each window flushes
+    whatever the ring holds, so any state can enter, and the result equals that of `jax.lax.scan`
+    within rounding. `f` is traced twice, and twice more when `window` does not divide the length.
+
+    Args:
+      f: (carry, x) -> (carry, y), with at least one ReplayState somewhere in the carry.
+      init: the first carry.
+      xs: None, or a pytree of arrays with a leading axis to scan over.
+      length: number of steps; may be left out with `xs`.
+      window: steps between two flushes, at most the window of every spec in the carry.
+
+    Returns:
+      The last carry, and the ys stacked along a leading axis.
+
+    Raises:
+      ValueError: no length, lengths that differ, no ReplayState in the carry, a window too large.
+    """
+    _check_window(init, window)
+    sizes = {x.shape[0] for x in jax.tree.leaves(xs)} | ({length} - {None})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"length and the leading axes of xs must give one number of steps, found {sorted(sizes)}"
+        )
+    (num_steps,) = sizes
+    num_windows, rest = divmod(num_steps, window)
+
+    def run_window(carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
+        first = jax.tree.map(lambda x: x[0], xs)
+        carry, y = _in_phase(f, Phase(True, window))(carry, first)
+        later = jax.tree.map(lambda x: x[1:], xs)
+        carry, ys = jax.lax.scan(_in_phase(f, Phase(False, window)), carry, later, size - 1)
+        return carry, jax.tree.map(lambda y, ys: jnp.concatenate([y[None], ys]), y, ys)
+
+    split = num_windows * window
+    whole = jax.tree.map(lambda x: x[:split].reshape(num_windows, window, *x.shape[1:]), xs)
+    tail = jax.tree.map(lambda x: x[split:], xs)
+    parts = []
+    carry = init
+    if num_windows:
+        carry, ys = jax.lax.scan(
+            lambda carry, xs: run_window(carry, xs, window), carry, whole, num_windows
+        )
+        parts.append(jax.tree.map(lambda y: y.reshape(split, *y.shape[2:]), ys))
+    if rest:
+        carry, ys = run_window(carry, tail, rest)
+        parts.append(ys)
+    if not parts:
+        return jax.lax.scan(f, init, xs, 0)
+    return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *parts)
+
+
+def while_loop(
+    cond_fun: Callable[[Carry], Any],
+    body_fun: Callable[[Carry], Carry],
+    init_val: Carry,
+    *,
+    window: int = 16,
+) -> Carry:
+    """`jax.lax.while_loop` over decode steps, without a flush predicate.
+
+    `cond_fun` is evaluated once a window, so up to `window - 1` surplus steps run after it first
+    turns false: the body must leave finished rows as they are. Each call of `body_fun` must advance
+    each ReplayState in the carry by one `step`. `body_fun` is traced twice.
+
+    Args:
+      cond_fun: carry -> bool scalar.
+      body_fun: carry -> carry, with at least one ReplayState somewhere in the carry.
+      init_val: the first carry.
+      window: steps between two flushes, at most the window of every spec in the carry.
+
+    Raises:
+      ValueError: no ReplayState in the carry, a window too large.
+    """
+    _check_window(init_val, window)
+
+    def step(carry: Carry, _: None) -> tuple[Carry, None]:
+        return body_fun(carry), None
+
+    def run_window(carry: Carry) -> Carry:
+        carry, _ = _in_phase(step, Phase(True, window))(carry, None)
+        carry, _ = jax.lax.scan(_in_phase(step, Phase(False, window)), carry, None, window - 1)
+        return carry
+
+    return jax.lax.while_loop(cond_fun, run_window, init_val)
+
+
+def _is_pointer(x: Any) -> bool:
+    return isinstance(x, Pointer)
+
+
+def _set_phase(tree: Any, phase: Phase | None) -> Any:
+    return jax.tree.map(
+        lambda x: dataclasses.replace(x, phase=phase) if _is_pointer(x) else x,
+        tree,
+        is_leaf=_is_pointer,
+    )
+
+
+def _in_phase(
+    f: Callable[[Carry, Any], tuple[Carry, Any]], phase: Phase
+) -> Callable[[Carry, Any], tuple[Carry, Any]]:
+    def wrapped(carry: Carry, x: Any) -> tuple[Carry, Any]:
+        carry, y = f(_set_phase(carry, phase), x)
+        return _set_phase(carry, None), _set_phase(y, None)
+
+    return wrapped
+
+
+def _check_window(carry: Any, window: int) -> None:
+    if window < 1:
+        raise ValueError(f"window must be at least 1, found {window}")
+    pointers = [p for p in jax.tree.leaves(carry, is_leaf=_is_pointer) if _is_pointer(p)]
+    if not pointers:
+        raise ValueError("found no ReplayState in the carry; use the loops of jax.lax")
+    if any(p.phase is not None for p in pointers):
+        raise ValueError("a windowed loop cannot run inside the body of another")

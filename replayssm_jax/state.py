@@ -1,0 +1,432 @@
+"""ReplayState: checkpoint + ring of recent inputs + pointer, and what moves whole rows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from replayssm_jax import window
+from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, round_up
+
+
+class Phase(NamedTuple):
+    """Where in a window a loop stands, known while it is traced; set by `replayssm_jax.loops`.
+
+    `flush` says whether this step flushes (True) or holds (False); `window` is the loop's.
+    """
+
+    flush: bool
+    window: int
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("start", "length", "pending", "fresh"),
+    meta_fields=("phase",),
+)
+@dataclasses.dataclass(frozen=True)
+class Pointer:
+    """Where the live records are. Leaves are scalars (rows move together) or [B] (ragged rows).
+
+    Attributes:
+      start: int32, slot of the oldest live record, a multiple of 8.
+      length: int32, committed records.
+      pending: int32, drafts appended behind them and not committed yet.
+      fresh: bool, the checkpoint counts as zero whatever it holds, until the next flush; this is
+        how a reset costs nothing.
+      phase: static; None, or set by `scan_steps` and `while_loop` on the states they carry.
+    """
+
+    start: jax.Array
+    length: jax.Array
+    pending: jax.Array
+    fresh: jax.Array
+    phase: Phase | None = None
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether every row has its own pointer."""
+        return self.length.ndim == 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class InputBuffer:
+    """The ring of R = `spec.capacity` slots, in the layout of the inputs with R in place of T.
+
+    Dead slots may hold anything.
+
+    Attributes:
+      log_decay: [B, R, H] or [B, R, H, N], compute dtype.
+      key: [B, R, G, N], `spec.key_dtype`.
+      value: [B, R, H, P], `spec.value_dtype`; None where the fold uses cached updates.
+      beta: [B, R, H], compute dtype; None where `value` is.
+      update: [B, R, H, P], compute dtype, u of the delta rule; None under the additive rule.
+    """
+
+    log_decay: jax.Array
+    key: jax.Array
+    value: jax.Array | None
+    beta: jax.Array | None
+    update: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ReplayState:
+    """The state of one layer. The recurrent state itself is `materialize(spec, state)`.
+
+    Attributes:
+      checkpoint: [B, H, P, N], `spec.state_dtype`: the recurrent state up to the oldest live record.
+      buffer: the ring of recent inputs.
+      pointer: which slots of it are live.
+      read_copy: None; the place of a low-precision copy of the checkpoint.
+      rounding_key: None; the place of the key of a stochastically rounded checkpoint.
+    """
+
+    checkpoint: jax.Array
+    buffer: InputBuffer
+    pointer: Pointer
+    read_copy: Any = None
+    rounding_key: Any = None
+
+
+def init_state(
+    spec: ReplaySpec,
+    batch_size: int,
+    initial: jax.Array | None = None,
+    *,
+    layout: Literal["vk", "kv"] | None = None,
+    ragged: bool = False,
+) -> ReplayState:
+    """An empty ring over a zero or given recurrent state.
+
+    Args:
+      spec: the layer.
+      batch_size: B, at least 1.
+      initial: None, or a recurrent state to start from, `spec.state_dtype`: [B, H, P, N] with
+        layout="vk", [B, H, N, P] with layout="kv" (flash-linear-attention, Hugging Face GDN/KDA).
+      layout: must be given with `initial`, since equal dims hide a wrong one.
+      ragged: give every row its own pointer ([B]); needed for `lengths`, per-row `accepted`,
+        `where`, `insert` and `reset`.
+
+    Raises:
+      TypeError, ValueError: wrong batch size, dtype, shape or layout.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an int of at least 1, found {batch_size!r}")
+    if (initial is None) != (layout is None):
+        raise ValueError(
+            'give layout="vk" ([B, H, P, N]) or layout="kv" ([B, H, N, P]) together with initial, '
+            f"found layout={layout!r} and initial={'None' if initial is None else 'an array'}"
+        )
+    if layout not in (None, "vk", "kv"):
+        raise ValueError(f'layout must be "vk" or "kv", found {layout!r}')
+    if initial is not None:
+        initial = jnp.asarray(initial)
+        if initial.dtype != spec.state_dtype:
+            raise TypeError(
+                f"initial must be {spec.state_dtype.name}, found {initial.dtype.name}: pass "
+                f"initial.astype(jnp.{spec.state_dtype.name})"
+            )
+        shape = spec.state_shape(batch_size)
+        expected = shape if layout == "vk" else (*shape[:2], shape[3], shape[2])
+        if initial.shape != expected:
+            raise ValueError(
+                f'initial must have shape {expected} with layout="{layout}", found {initial.shape}'
+            )
+    return _init_state(spec, batch_size, initial, layout, ragged)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "batch_size", "layout", "ragged"))
+def _init_state(
+    spec: ReplaySpec, batch_size: int, initial: jax.Array | None, layout: str | None, ragged: bool
+) -> ReplayState:
+    if initial is None:
+        initial = jnp.zeros(spec.state_shape(batch_size), spec.state_dtype)
+    elif layout == "kv":
+        initial = jnp.swapaxes(initial, 2, 3)
+    buffer = {
+        name: None if shape is None else jnp.zeros(shape.shape, shape.dtype)
+        for name, shape in _buffer_shapes(spec, batch_size).items()
+    }
+    rows = (batch_size,) if ragged else ()
+
+    def zero() -> jax.Array:  # one array a leaf: donation refuses a buffer that occurs twice
+        return jnp.zeros(rows, jnp.int32)
+
+    pointer = Pointer(start=zero(), length=zero(), pending=zero(), fresh=jnp.zeros(rows, jnp.bool))
+    return ReplayState(checkpoint=initial, buffer=InputBuffer(**buffer), pointer=pointer)
+
+
+def _buffer_shapes(
+    spec: ReplaySpec, batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    slots = (batch_size, spec.capacity)
+    heads = (*slots, spec.num_heads)
+    gate = jax.ShapeDtypeStruct(heads, spec.compute_dtype)
+    raw = spec.keeps_raw_values
+    return {
+        "log_decay": gate
+        if spec.decay == "scalar"
+        else jax.ShapeDtypeStruct((*heads, spec.key_dim), spec.compute_dtype),
+        "key": jax.ShapeDtypeStruct((*slots, spec.num_groups, spec.key_dim), spec.key_dtype),
+        "value": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.value_dtype) if raw else None,
+        "beta": gate if raw else None,
+        "update": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.compute_dtype)
+        if spec.rule == "delta"
+        else None,
+    }
+
+
+def check_state(spec: ReplaySpec, state: ReplayState) -> int:
+    """Check static facts of `state` against `spec`; return B.
+
+    Raises:
+      TypeError: not a ReplayState, or a leaf with another dtype.
+      ValueError: a leaf with another shape.
+    """
+    if not isinstance(state, ReplayState):
+        raise TypeError(f"state must be a ReplayState, found {type(state).__name__}")
+    shape = state.checkpoint.shape
+    if len(shape) != 4:
+        raise ValueError(
+            f"checkpoint must have shape {('B', *spec.state_shape(1)[1:])}, found {shape}: arrays "
+            "always carry the batch axis, vmap adds axes in front"
+        )
+    batch_size = shape[0]
+    expected: dict[str, jax.ShapeDtypeStruct | None] = {
+        "checkpoint": jax.ShapeDtypeStruct(spec.state_shape(batch_size), spec.state_dtype),
+        **_buffer_shapes(spec, batch_size),
+    }
+    rows = (batch_size,) if state.pointer.is_ragged else ()
+    for name, dtype in {"start": jnp.int32, "length": jnp.int32, "pending": jnp.int32}.items():
+        expected[name] = jax.ShapeDtypeStruct(rows, dtype)
+    expected["fresh"] = jax.ShapeDtypeStruct(rows, jnp.bool)
+    for name, want in expected.items():
+        owner: Any = state
+        if name != "checkpoint":
+            owner = state.pointer if hasattr(state.pointer, name) else state.buffer
+        found = getattr(owner, name)
+        if (found is None) != (want is None):
+            raise ValueError(
+                f"{name} of the state must be {'absent' if want is None else 'present'} for "
+                f"rule={spec.rule!r}: was the state made with another spec?"
+            )
+        if found is None or want is None:
+            continue
+        if found.shape != want.shape:
+            raise ValueError(
+                f"{name} of the state must have shape {want.shape}, found {found.shape}"
+            )
+        if found.dtype != want.dtype:
+            raise TypeError(
+                f"{name} of the state must be {jnp.dtype(want.dtype).name}, found {found.dtype.name}"
+            )
+    return batch_size
+
+
+def require_ragged(state: ReplayState, what: str) -> None:
+    """Raise ValueError unless every row has its own pointer."""
+    if not state.pointer.is_ragged:
+        raise ValueError(
+            f"{what} needs a pointer for every row, found a scalar pointer: make the state with "
+            "init_state(..., ragged=True)"
+        )
+
+
+def concrete(x: Any) -> Any | None:
+    """The value of `x` where it is known (not traced), else None."""
+    return None if isinstance(x, jax.core.Tracer) else jax.device_get(x)
+
+
+def check_rows(name: str, rows: jax.Array, batch_size: int, dtype: Any) -> jax.Array:
+    """`rows` as an array, checked to be [B] of `dtype` (jnp.bool or jnp.integer)."""
+    rows = jnp.asarray(rows)
+    if rows.shape != (batch_size,):
+        raise ValueError(f"{name} must have shape ({batch_size},), found {rows.shape}")
+    if not jnp.issubdtype(rows.dtype, dtype):
+        raise TypeError(f"{name} must be {dtype.__name__}, found {rows.dtype.name}")
+    return rows
+
+
+def committed_records(
+    spec: ReplaySpec, buffer: InputBuffer, start: jax.Array, length: jax.Array
+) -> window.Records:
+    """The committed records of each row in order of time, [B, window, ...]; dead ones are zero."""
+    offsets = jnp.arange(spec.window, dtype=jnp.int32)
+    live = offsets[None] < length.reshape(-1, 1)
+    slots = (start.reshape(-1, 1) + offsets[None]) % spec.capacity
+
+    def in_order(ring: jax.Array) -> jax.Array:
+        if start.ndim == 0:
+            records = ring.at[:, slots[0]].get(mode="promise_in_bounds")
+        else:
+            records = jax.vmap(lambda row, index: row.at[index].get(mode="promise_in_bounds"))(
+                ring, slots
+            )
+        return jnp.where(live.reshape(*live.shape, *(1,) * (ring.ndim - 2)), records, 0)
+
+    log_decay = in_order(buffer.log_decay)
+    if buffer.update is not None:
+        update = in_order(buffer.update)
+    else:
+        assert buffer.value is not None and buffer.beta is not None
+        value = in_order(buffer.value).astype(spec.compute_dtype)
+        update = in_order(buffer.beta)[..., None] * value
+    return window.Records(
+        log_decay=log_decay if spec.decay == "channel" else log_decay[..., None],
+        key=in_order(buffer.key),
+        update=update,
+    )
+
+
+def folded(
+    spec: ReplaySpec,
+    checkpoint: jax.Array,
+    buffer: InputBuffer,
+    start: jax.Array,
+    length: jax.Array,
+    fresh: jax.Array,
+) -> jax.Array:
+    """Checkpoint and committed records as one recurrent state [B, H, P, N]."""
+    records = committed_records(spec, buffer, start, length)
+    return window.fold_elementwise(spec, checkpoint, fresh, records)
+
+
+def materialize(
+    spec: ReplaySpec, state: ReplayState, *, layout: Literal["vk", "kv"] = "vk"
+) -> jax.Array:
+    """The recurrent state after the committed records, for inspection and export.
+
+    Args:
+      spec: the layer.
+      state: pending drafts are not part of the result.
+      layout: "vk" gives [B, H, P, N], "kv" gives [B, H, N, P].
+    """
+    check_state(spec, state)
+    if layout not in ("vk", "kv"):
+        raise ValueError(f'layout must be "vk" or "kv", found {layout!r}')
+    return _materialize(spec, state, layout)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "layout"))
+def _materialize(spec: ReplaySpec, state: ReplayState, layout: str) -> jax.Array:
+    pointer = state.pointer
+    full = folded(
+        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
+    )
+    return full if layout == "vk" else jnp.swapaxes(full, 2, 3)
+
+
+def emptied(spec: ReplaySpec, pointer: Pointer, where: jax.Array | bool = True) -> Pointer:
+    """The pointer after a flush of the rows `where`: no live records, start moved past them."""
+    start = round_up(pointer.start + pointer.length, SLOT_CHUNK) % spec.capacity
+    return dataclasses.replace(
+        pointer,
+        start=jnp.where(where, start, pointer.start),
+        length=jnp.where(where, 0, pointer.length),
+        pending=jnp.where(where, 0, pointer.pending),
+        fresh=jnp.where(where, False, pointer.fresh),
+    )
+
+
+def reset(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> ReplayState:
+    """Make the rows `where` empty, at the cost of moving their pointer.
+
+    Args:
+      spec: the layer.
+      state: with ragged pointers.
+      where: bool [B].
+    """
+    batch_size = check_state(spec, state)
+    require_ragged(state, "reset")
+    where = check_rows("where", where, batch_size, jnp.bool)
+    pointer = emptied(spec, state.pointer, where)
+    pointer = dataclasses.replace(pointer, fresh=pointer.fresh | where)
+    return dataclasses.replace(state, pointer=pointer)
+
+
+def insert(
+    spec: ReplaySpec, state: ReplayState, slots: jax.Array, other: ReplayState
+) -> ReplayState:
+    """Copy the rows of `other` into the slots of `state`: ring, pointer and checkpoint.
+
+    Args:
+      spec: the layer.
+      state: B slots, with ragged pointers.
+      slots: int [B'], the slot for each row of `other`. Slot -1 and slots out of range touch no row.
+      other: B' rows, with ragged or scalar pointers.
+
+    Raises:
+      ValueError: wrong shapes, a scalar pointer in `state`, or (where the values are known) slots
+        out of [-1, B) or a slot named twice.
+    """
+    batch_size = check_state(spec, state)
+    num_rows = check_state(spec, other)
+    require_ragged(state, "insert")
+    slots = check_rows("slots", slots, num_rows, jnp.integer)
+    known = concrete(slots)
+    if known is not None:
+        if ((known < -1) | (known >= batch_size)).any():
+            raise ValueError(f"slots must lie in [-1, {batch_size}), found {known.tolist()}")
+        used = known[known >= 0].tolist()
+        if len(set(used)) != len(used):
+            raise ValueError(f"slots must be distinct, found {known.tolist()}")
+    return _insert(spec, state, slots, other)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _insert(
+    spec: ReplaySpec, state: ReplayState, slots: jax.Array, other: ReplayState
+) -> ReplayState:
+    batch_size, num_rows = state.checkpoint.shape[0], other.checkpoint.shape[0]
+    checkify.debug_check(
+        jnp.all((slots >= -1) & (slots < batch_size)), "insert: slots out of range"
+    )
+    # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
+    slots = jnp.where((slots >= 0) & (slots < batch_size), slots, batch_size)
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), other.pointer)
+    other = dataclasses.replace(
+        other, pointer=dataclasses.replace(rows, phase=state.pointer.phase)
+    )
+    return jax.tree.map(lambda pool, new: pool.at[slots].set(new, mode="drop"), state, other)
+
+
+def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
+    """The given rows as a state of their own: a fork, a snapshot, a beam.
+
+    Args:
+      spec: the layer.
+      state: any; pending drafts go along.
+      rows: int [B'], repeats allowed. Row -1 and rows out of range give an empty row.
+
+    Raises:
+      ValueError: wrong shape, or (where the values are known) rows out of [-1, B).
+    """
+    batch_size = check_state(spec, state)
+    rows = jnp.asarray(rows)
+    if rows.ndim != 1 or rows.shape[0] < 1:
+        raise ValueError(f"rows must have shape (B',) with B' >= 1, found {rows.shape}")
+    rows = check_rows("rows", rows, rows.shape[0], jnp.integer)
+    known = concrete(rows)
+    if known is not None and ((known < -1) | (known >= batch_size)).any():
+        raise ValueError(f"rows must lie in [-1, {batch_size}), found {known.tolist()}")
+    return _take(spec, state, rows)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
+    batch_size = state.checkpoint.shape[0]
+    checkify.debug_check(jnp.all((rows >= -1) & (rows < batch_size)), "take: rows out of range")
+    rows = jnp.where(rows >= 0, rows, batch_size)
+
+    def gather(x: jax.Array) -> jax.Array:
+        return x if x.ndim == 0 else x.at[rows].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(gather, state)

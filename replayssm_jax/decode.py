@@ -212,9 +212,9 @@ def read_columns(
 ) -> tuple[jax.Array | None, jax.Array]:
     """Past contributions for keys (delta rule, else None) and queries, in one pass."""
     if spec.rule == "additive":
-        return None, window.read_past(spec, *past, tokens, tokens.q[None])[0]
-    columns = jnp.stack([tokens.k, tokens.q])
-    key_reads, query_reads = window.read_past(spec, *past, tokens, columns)
+        return None, window.read_past(spec, *past, tokens, tokens.q)
+    columns = jnp.concatenate([tokens.k, tokens.q], axis=1)
+    key_reads, query_reads = jnp.split(window.read_past(spec, *past, tokens, columns), 2, axis=1)
     return key_reads, query_reads
 
 
@@ -227,11 +227,22 @@ def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
         )
 
 
+@jax.custom_jvp
+def _not_differentiable(x: Any) -> Any:
+    return x
+
+
+@_not_differentiable.defjvp
+def _refuse_to_differentiate(primals: Any, tangents: Any) -> Any:
+    raise TypeError("verify and step are not differentiable; train through prefill")
+
+
 @functools.partial(jax.jit, static_argnames="spec")
 def _verify(
     spec: ReplaySpec, state: ReplayState, inputs: TokenInputs, lengths: jax.Array | None
 ) -> tuple[jax.Array, ReplayState]:
     num_tokens = inputs.v.shape[1]
+    state, inputs = _not_differentiable((state, inputs))
     before = state.pointer
     num_new: jax.Array | int = num_tokens if lengths is None else lengths
     state = dataclasses.replace(
@@ -251,7 +262,9 @@ def _verify(
         # A loop body that steps one state twice would outrun the window: loud, not wrong.
         fits = pointer.length + num_new <= spec.window
         output = jnp.where(fits.reshape(-1, 1, 1, 1), output, jnp.nan)
-    buffer = _append(spec, state.buffer, pointer, inputs, update, valid)
+    # Reads before the write, or XLA keeps a copy of the ring to read from.
+    output, ring = jax.lax.optimization_barrier((output, state.buffer))
+    buffer = _append(spec, ring, pointer, inputs, update, valid)
     if lengths is None:
         pending = jnp.full_like(pointer.pending, num_tokens)
     else:
@@ -307,12 +320,16 @@ def _append(
     def write(ring: jax.Array | None, new: jax.Array) -> jax.Array | None:
         if ring is None:
             return None
+        if num_tokens == 1 and not pointer.is_ragged:
+            return jax.lax.dynamic_update_slice_in_dim(ring, new, slots[0, 0], axis=1)
+        dtype = ring.dtype
+        ring, new = _as_bits(ring), _as_bits(new)
         if pointer.is_ragged:
             rows = jnp.arange(ring.shape[0], dtype=jnp.int32)[:, None]
-            return ring.at[rows, slots].set(new, mode="drop", unique_indices=True)
-        if num_tokens == 1:
-            return jax.lax.dynamic_update_slice_in_dim(ring, new, slots[0, 0], axis=1)
-        return ring.at[:, slots[0]].set(new, mode="promise_in_bounds", unique_indices=True)
+            ring = ring.at[rows, slots].set(new, mode="drop", unique_indices=True)
+        else:
+            ring = ring.at[:, slots[0]].set(new, mode="promise_in_bounds", unique_indices=True)
+        return jax.lax.bitcast_convert_type(ring, dtype)
 
     log_decay = write(buffer.log_decay, inputs.g)
     key = write(buffer.key, inputs.k)
@@ -324,3 +341,8 @@ def _append(
         beta=write(buffer.beta, inputs.beta),
         update=write(buffer.update, update),
     )
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    """16-bit floats as integers: XLA on CPU widens a whole float ring to scatter into it."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x

@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax import window
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import ReplayState, emptied, folded
+from replayssm_jax.state import InputBuffer, ReplayState, committed_records, emptied
 
 
 def flush_when_due(spec: ReplaySpec, state: ReplayState, num_new: jax.Array | int) -> ReplayState:
@@ -58,10 +59,22 @@ def flush_rows(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> Replay
 def flush_all(spec: ReplaySpec, state: ReplayState) -> ReplayState:
     """Flush every row, whatever it holds."""
     pointer = state.pointer
-    checkpoint = folded(
+    checkpoint = _fold(
         spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
     )
     return dataclasses.replace(state, checkpoint=checkpoint, pointer=emptied(spec, pointer))
+
+
+def _fold(
+    spec: ReplaySpec,
+    checkpoint: jax.Array,
+    buffer: InputBuffer,
+    start: jax.Array,
+    length: jax.Array,
+    fresh: jax.Array,
+) -> jax.Array:
+    records = committed_records(spec, buffer, start, length)
+    return window.fold_in_place(spec, checkpoint, fresh, records)
 
 
 @functools.lru_cache(maxsize=128)
@@ -73,7 +86,7 @@ def _fold_where(spec: ReplaySpec) -> Callable[..., jax.Array]:
         if where.ndim == 0:
             return jax.lax.cond(
                 where,
-                lambda checkpoint: folded(spec, checkpoint, *ring),
+                lambda checkpoint: _fold(spec, checkpoint, *ring),
                 lambda checkpoint: checkpoint,
                 checkpoint,
             )
@@ -117,6 +130,6 @@ def _fold_each(
         one = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (checkpoint, *ring)
         )
-        return jax.lax.dynamic_update_slice_in_dim(checkpoint, folded(spec, *one), row, 0)
+        return jax.lax.dynamic_update_slice_in_dim(checkpoint, _fold(spec, *one), row, 0)
 
     return jax.lax.fori_loop(0, jnp.sum(where, dtype=jnp.int32), fold_row, checkpoint)

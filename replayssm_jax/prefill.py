@@ -12,7 +12,7 @@ from replayssm_jax import window
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, read_columns
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import ReplayState, check_state, emptied, folded
+from replayssm_jax.state import ReplayState, check_state, committed_records, emptied
 
 # Pairs of tokens cost N exponentials under per-channel decay, so its chunks are shorter.
 _CHUNK_SIZE = {"scalar": 64, "channel": 16}
@@ -94,9 +94,8 @@ def _prefill(
 ) -> tuple[jax.Array, ReplayState]:
     batch_size, num_tokens = inputs.v.shape[:2]
     pointer = state.pointer
-    before = folded(
-        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
-    )
+    committed = committed_records(spec, state.buffer, pointer.start, pointer.length)
+    before = window.fold(spec, state.checkpoint, pointer.fresh, committed)
     padding = -num_tokens % chunk_size
     real = valid
     if real is None and padding:
@@ -120,7 +119,7 @@ def _prefill(
         update = window.solve_updates(spec, tokens, key_reads)
         output = window.evaluate(spec, tokens, update, query_reads)
         records = window.Records(log_decay=tokens.log_decay, key=tokens.k, update=update)
-        recurrent = window.fold(spec, recurrent, records, segment=segment)
+        recurrent = window.fold(spec, recurrent, None, records, segment=segment)
         return recurrent, output.astype(inputs.v.dtype)
 
     after, outputs = jax.lax.scan(run_chunk, before, chunks)

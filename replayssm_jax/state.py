@@ -286,19 +286,6 @@ def committed_records(
     )
 
 
-def folded(
-    spec: ReplaySpec,
-    checkpoint: jax.Array,
-    buffer: InputBuffer,
-    start: jax.Array,
-    length: jax.Array,
-    fresh: jax.Array,
-) -> jax.Array:
-    """Checkpoint and committed records as one recurrent state [B, H, P, N]."""
-    records = committed_records(spec, buffer, start, length)
-    return window.fold_elementwise(spec, checkpoint, fresh, records)
-
-
 def materialize(
     spec: ReplaySpec, state: ReplayState, *, layout: Literal["vk", "kv"] = "vk"
 ) -> jax.Array:
@@ -318,9 +305,8 @@ def materialize(
 @functools.partial(jax.jit, static_argnames=("spec", "layout"))
 def _materialize(spec: ReplaySpec, state: ReplayState, layout: str) -> jax.Array:
     pointer = state.pointer
-    full = folded(
-        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
-    )
+    records = committed_records(spec, state.buffer, pointer.start, pointer.length)
+    full = window.fold(spec, state.checkpoint, pointer.fresh, records)
     return full if layout == "vk" else jnp.swapaxes(full, 2, 3)
 
 

@@ -66,7 +66,7 @@ def read_past(
 ) -> jax.Array:
     """What checkpoint and past records contribute to reads S_t r of the new tokens.
 
-    Every column of one call is read in one pass over the checkpoint.
+    All columns of one call are read in one pass over the checkpoint.
 
     Args:
       spec: the layer.
@@ -74,47 +74,52 @@ def read_past(
       empty: None, or bool [B] (or scalar): rows whose checkpoint counts as zero, whatever it holds.
       past: records between the checkpoint and the new tokens, or None.
       tokens: the new tokens; they give the decay from the past to each column.
-      columns: [C, B, T, G, N], C vectors r for each token.
+      columns: [B, C T, G, N], C vectors r for each token, the tokens innermost.
 
     Returns:
-      [C, B, T, H, P], compute dtype.
+      [B, C T, H, P], compute dtype.
     """
-    num_columns, batch, num_tokens = columns.shape[:3]
-    groups, rep = spec.num_groups, spec.heads_per_group
-    decay = _grouped(spec, jnp.exp(_prefix_sums(tokens.log_decay)))
+    batch, num_columns = columns.shape[:2]
+    decay = jnp.exp(_prefix_sums(tokens.log_decay))
     if tokens.segment is not None:
-        alive = (tokens.segment == 0)[:, :, None, None, None]
-        decay = jnp.where(alive, decay, 0)
-    columns = columns.astype(spec.compute_dtype)[:, :, :, :, None]
+        decay = jnp.where((tokens.segment == 0)[:, :, None, None], decay, 0)
+    decay = jnp.tile(decay, (1, num_columns // decay.shape[1], 1, 1))
+    columns = columns.astype(spec.compute_dtype)
+    total = None if past is None else jnp.exp(_total(past.log_decay))
     if spec.decay == "channel":
-        columns = columns * decay[None]
-    total = None if past is None else _grouped(spec, jnp.exp(_total(past.log_decay)))
-    states = checkpoint.reshape(batch, groups, rep, spec.value_dim, spec.key_dim)
-    if spec.decay == "channel":
-        scaled = columns if total is None else columns * total[None]
-        out = _einsum(spec, "bgrpn,cbtgrn->cbtgrp", states, scaled)
+        columns = _per_head(spec, columns) * decay
+        out = _matvecs(spec, checkpoint, columns if total is None else columns * total)
     else:
-        out = _einsum(spec, "bgrpn,cbtgn->cbtgrp", states, columns[:, :, :, :, 0])
-        out = out if total is None else out * total[None]
+        out = _matvecs(spec, checkpoint, columns)
+        out = out if total is None else out * total
     if empty is not None:
-        out = jnp.where(empty.reshape(1, -1, 1, 1, 1, 1), 0, out)
+        out = jnp.where(empty.reshape(-1, 1, 1, 1), 0, out)
     if past is not None:
         scores = _past_scores(spec, past, columns)
-        update = past.update.reshape(*past.update.shape[:2], groups, rep, spec.value_dim)
-        out = out + _einsum(spec, "cbtjgr,bjgrp->cbtgrp", scores, update)
-    if spec.decay == "scalar":
-        out = out * decay[None]
-    return out.reshape(num_columns, batch, num_tokens, spec.num_heads, spec.value_dim)
+        out = out + _einsum(spec, "bcjh,bjhp->bchp", scores, past.update)
+    return out * decay if spec.decay == "scalar" else out
+
+
+def _matvecs(spec: ReplaySpec, state: jax.Array, columns: jax.Array) -> jax.Array:
+    """[B, H, P, N] times each of [B, C, H or G, N], as [B, C, H, P].
+
+    Heads that share a column are one matrix, and the product keeps the order of the state's axes:
+    other orders make XLA transpose the whole state first.
+    """
+    batch, num_columns, keys = columns.shape[:3]
+    rows = state.reshape(batch, keys, -1, spec.key_dim)
+    out = _einsum(spec, "bkrn,bckn->bkrc", rows, columns)
+    return jnp.moveaxis(out, 3, 1).reshape(batch, num_columns, spec.num_heads, spec.value_dim)
 
 
 def _past_scores(spec: ReplaySpec, past: Records, columns: jax.Array) -> jax.Array:
-    """<k_j, exp(sum of decays after j) * r> for columns [C, B, T, G, 1 or rep, N]."""
-    suffix = _grouped(spec, jnp.exp(_suffix_sums(past.log_decay)))
+    """<k_j, exp(sum of decays after j) * r> for columns [B, C, G or H, N], as [B, C, J, H]."""
+    suffix = jnp.exp(_suffix_sums(past.log_decay))
     key = past.key.astype(spec.compute_dtype)
     if spec.decay == "channel":
-        return _einsum(spec, "bjgrn,cbtgrn->cbtjgr", key[:, :, :, None] * suffix, columns)
-    scores = _einsum(spec, "bjgn,cbtgn->cbtjg", key, columns[:, :, :, :, 0])
-    return scores[..., None] * suffix[None, :, None, :, :, :, 0]
+        return _einsum(spec, "bjhn,bchn->bcjh", _per_head(spec, key) * suffix, columns)
+    scores = _einsum(spec, "bjgn,bcgn->bcjg", key, columns)
+    return jnp.repeat(scores, spec.heads_per_group, axis=3) * suffix[:, None, :, :, 0]
 
 
 def solve_updates(
@@ -171,6 +176,7 @@ def evaluate(
 def fold(
     spec: ReplaySpec,
     checkpoint: jax.Array,
+    empty: jax.Array | None,
     records: Records,
     *,
     segment: jax.Array | None = None,
@@ -180,28 +186,46 @@ def fold(
     Args:
       spec: the layer.
       checkpoint: [B, H, P, N].
+      empty: as in `read_past`.
       records: J records.
       segment: None, or [B, J] int32 reset counts; records before the last reset are forgotten.
     """
     total, key = _fold_operands(spec, records, segment)
-    return checkpoint * total + _einsum(spec, "bjhp,bjhn->bhpn", records.update, key)
+    new = _einsum(spec, "bjhp,bjhn->bhpn", records.update, key)
+    return _mask_empty(checkpoint, empty) * total + new
 
 
-def fold_elementwise(
+def fold_in_place(
     spec: ReplaySpec, checkpoint: jax.Array, empty: jax.Array | None, records: Records
 ) -> jax.Array:
-    """The same state as `fold`, as one elementwise expression.
+    """The same state as `fold`, elementwise and a block of heads at a time, over the checkpoint.
 
-    XLA writes this form over a donated checkpoint; a matrix product would hold another state of
-    temporary memory. `empty` as in `read_past`.
+    A matrix product would hold another state of temporary memory, and so would one elementwise
+    expression once XLA splits it; the loop keeps the temporaries to a block.
     """
-    if empty is not None:
-        checkpoint = jnp.where(empty.reshape(-1, 1, 1, 1), 0, checkpoint)
     total, key = _fold_operands(spec, records, None)
-    state = checkpoint * total
-    for j in range(records.update.shape[1]):
-        state = state + records.update[:, j, :, :, None] * key[:, j, :, None, :]
-    return state
+    width = spec.num_heads // _num_blocks(spec.num_heads)
+
+    def fold_block(i: jax.Array, state: jax.Array) -> jax.Array:
+        def block(x: jax.Array, axis: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis)
+
+        new = _mask_empty(block(state, 1), empty) * block(total, 1)
+        update, keys = block(records.update, 2), block(key, 2)
+        for j in range(update.shape[1]):
+            new = new + update[:, j, :, :, None] * keys[:, j, :, None, :]
+        return jax.lax.dynamic_update_slice_in_dim(state, new, i * width, 1)
+
+    return jax.lax.fori_loop(0, spec.num_heads // width, fold_block, checkpoint)
+
+
+def _num_blocks(num_heads: int) -> int:
+    """The least divisor of `num_heads` that is at least 8, or all of them."""
+    return next((n for n in range(8, num_heads) if num_heads % n == 0), num_heads)
+
+
+def _mask_empty(checkpoint: jax.Array, empty: jax.Array | None) -> jax.Array:
+    return checkpoint if empty is None else jnp.where(empty.reshape(-1, 1, 1, 1), 0, checkpoint)
 
 
 def _fold_operands(
@@ -214,8 +238,7 @@ def _fold_operands(
         last = segment[:, -1:]
         total = jnp.where((last == 0)[:, :, None, None], total, 0)
         suffix = jnp.where((segment == last)[:, :, None, None], suffix, 0)
-    key = jnp.repeat(records.key, spec.heads_per_group, axis=2).astype(spec.compute_dtype)
-    return total, key * suffix
+    return total, _per_head(spec, records.key.astype(spec.compute_dtype)) * suffix
 
 
 def _pair_scores(
@@ -233,20 +256,19 @@ def _pair_scores(
     mask = jnp.broadcast_to(mask[None], (batch, num_tokens, num_tokens))
     if tokens.segment is not None:
         mask = mask & (tokens.segment[:, :, None] == tokens.segment[:, None, :])
-    decay = _grouped(spec, jnp.exp(_segment_sums(tokens.log_decay)))
+    decay = jnp.exp(_segment_sums(tokens.log_decay))
     if spec.decay == "channel":
-        scores = _einsum(
-            spec, "bjgn,btjgrn,btgn->btjgr", key, decay, vectors
-        )
+        vectors = _per_head(spec, vectors)[:, :, None] * decay
+        scores = _einsum(spec, "bjhn,btjhn->btjh", _per_head(spec, key), vectors)
     else:
-        scores = _einsum(spec, "bjgn,btgn->btjg", key, vectors)[..., None] * decay[..., 0]
-    scores = jnp.where(mask[..., None, None], scores, 0)
-    return scores.reshape(batch, num_tokens, num_tokens, spec.num_heads)
+        scores = _einsum(spec, "bjgn,btgn->btjg", key, vectors)
+        scores = jnp.repeat(scores, spec.heads_per_group, axis=3) * decay[..., 0]
+    return jnp.where(mask[..., None], scores, 0)
 
 
-def _grouped(spec: ReplaySpec, x: jax.Array) -> jax.Array:
-    """[..., H, D] as [..., G, H / G, D]."""
-    return x.reshape(*x.shape[:-2], spec.num_groups, spec.heads_per_group, x.shape[-1])
+def _per_head(spec: ReplaySpec, x: jax.Array) -> jax.Array:
+    """[B, J, G, N] repeated to [B, J, H, N]."""
+    return jnp.repeat(x, spec.heads_per_group, axis=2)
 
 
 def _prefix_sums(g: jax.Array) -> jax.Array:

@@ -182,10 +182,7 @@ def check_gates(g: jax.Array) -> None:
 
 
 def as_tokens(
-    spec: ReplaySpec,
-    inputs: TokenInputs,
-    valid: jax.Array | None = None,
-    segment: jax.Array | None = None,
+    spec: ReplaySpec, inputs: TokenInputs, valid: jax.Array | None = None
 ) -> window.Tokens:
     """Inputs in the layout of `window`; tokens that are not `valid` [B, T] become identities."""
     checkify.debug_check(
@@ -204,18 +201,7 @@ def as_tokens(
             name: jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
             for name, x in parts.items()
         }
-    return window.Tokens(**parts, segment=segment)
-
-
-def read_columns(
-    spec: ReplaySpec, tokens: window.Tokens, *past: Any
-) -> tuple[jax.Array | None, jax.Array]:
-    """Past contributions for keys (delta rule, else None) and queries, in one pass."""
-    if spec.rule == "additive":
-        return None, window.read_past(spec, *past, tokens, tokens.q)
-    columns = jnp.concatenate([tokens.k, tokens.q], axis=1)
-    key_reads, query_reads = jnp.split(window.read_past(spec, *past, tokens, columns), 2, axis=1)
-    return key_reads, query_reads
+    return window.Tokens(**parts)
 
 
 def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
@@ -255,9 +241,12 @@ def _verify(
         valid = jnp.arange(num_tokens, dtype=jnp.int32)[None] < lengths[:, None]
     tokens = as_tokens(spec, inputs, valid)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
-    key_reads, query_reads = read_columns(spec, tokens, state.checkpoint, pointer.fresh, past)
-    update = window.solve_updates(spec, tokens, key_reads)
-    output = window.evaluate(spec, tokens, update, query_reads)
+    pairs = window.relate(spec, tokens)
+    key_reads, query_reads = window.read_past(
+        spec, state.checkpoint, pointer.fresh, past, tokens, pairs
+    )
+    update = window.solve_updates(spec, tokens, pairs, key_reads)
+    output = window.evaluate(spec, pairs, update, query_reads)
     if pointer.phase is not None:
         # A loop body that steps one state twice would outrun the window: loud, not wrong.
         fits = pointer.length + num_new <= spec.window

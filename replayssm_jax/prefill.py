@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from replayssm_jax import window
-from replayssm_jax.decode import as_tokens, check_gates, check_lengths, read_columns
+from replayssm_jax.decode import as_tokens, check_gates, check_lengths
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, check_state, committed_records, emptied
 
 # Pairs of tokens cost N exponentials under per-channel decay, so its chunks are shorter.
 _CHUNK_SIZE = {"scalar": 64, "channel": 16}
+
+# Bytes of decays between pairs of tokens that may be alive at once.
+_BLOCK_BYTES = 1 << 28
 
 
 def prefill(
@@ -31,8 +35,8 @@ def prefill(
     """Run T tokens through the recurrence; called again, it continues.
 
     Folds the committed records (pending drafts are dropped), then runs through the tokens in
-    chunks, and returns an empty ring. Reverse-differentiable in inputs and state; every chunk is
-    rematerialised, so a backward pass holds one state for each chunk.
+    chunks, and returns an empty ring. Reverse-differentiable in inputs and state; blocks of chunks are
+    rematerialised, so a backward pass holds one state for each of them.
 
     Args:
       spec: the layer.
@@ -96,35 +100,28 @@ def _prefill(
     pointer = state.pointer
     committed = committed_records(spec, state.buffer, pointer.start, pointer.length)
     before = window.fold(spec, state.checkpoint, pointer.fresh, committed)
-    padding = -num_tokens % chunk_size
-    real = valid
-    if real is None and padding:
-        real = jnp.ones((batch_size, num_tokens), jnp.bool)
-    chunks = jax.tree.map(
-        lambda x: _in_chunks(x, padding, chunk_size), (inputs, real, resets)
+    num_chunks, block_size = _blocks(spec, batch_size, num_tokens, chunk_size)
+    padding = num_chunks * chunk_size - num_tokens
+    tokens = as_tokens(spec, inputs, valid)
+    if resets is not None:
+        resets = resets if valid is None else resets & valid
+    # Zeros pad every field: a padded token is an identity.
+    blocks, resets = jax.tree.map(
+        lambda x: _in_chunks(x, padding, chunk_size, block_size), (tokens, resets)
     )
+    if resets is not None:
+        blocks = blocks._replace(segment=jnp.cumsum(resets, axis=3, dtype=jnp.int32))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run_chunk(
-        recurrent: jax.Array, chunk: tuple[TokenInputs, jax.Array | None, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array]:
-        chunk_inputs, chunk_valid, chunk_resets = chunk
-        segment = None
-        if chunk_resets is not None:
-            if chunk_valid is not None:
-                chunk_resets = chunk_resets & chunk_valid
-            segment = jnp.cumsum(chunk_resets, axis=1, dtype=jnp.int32)
-        tokens = as_tokens(spec, chunk_inputs, chunk_valid, segment)
-        key_reads, query_reads = read_columns(spec, tokens, recurrent, None, None)
-        update = window.solve_updates(spec, tokens, key_reads)
-        output = window.evaluate(spec, tokens, update, query_reads)
-        records = window.Records(log_decay=tokens.log_decay, key=tokens.k, update=update)
-        recurrent = window.fold(spec, recurrent, None, records, segment=segment)
-        return recurrent, output.astype(inputs.v.dtype)
+    def run_block(recurrent: jax.Array, block: window.Tokens) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(
+            functools.partial(_run_chunk, spec), recurrent, jax.vmap(_stateless(spec))(block)
+        )
 
-    after, outputs = jax.lax.scan(run_chunk, before, chunks)
+    after, outputs = jax.lax.scan(run_block, before, blocks)
+    outputs = outputs.reshape(num_chunks, batch_size, chunk_size, *outputs.shape[4:])
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(batch_size, -1, *outputs.shape[3:])
-    outputs = outputs[:, :num_tokens]
+    outputs = outputs[:, :num_tokens].astype(inputs.v.dtype)
     if valid is None or not pointer.is_ragged:
         return outputs, dataclasses.replace(
             state, checkpoint=after, pointer=emptied(spec, pointer)
@@ -136,8 +133,48 @@ def _prefill(
     )
 
 
-def _in_chunks(x: jax.Array, padding: int, chunk_size: int) -> jax.Array:
-    """[B, T, ...] as [chunks, B, chunk, ...], padded with zeros at the end."""
+def _stateless(
+    spec: ReplaySpec,
+) -> Callable[[window.Tokens], tuple[window.Tokens, window.Pairs, window.Records]]:
+    """All of a chunk that does not depend on the state, so that chunks share its kernels."""
+
+    def prepare(tokens: window.Tokens) -> tuple[window.Tokens, window.Pairs, window.Records]:
+        records = window.make_records(
+            spec, tokens.log_decay, tokens.k, jnp.zeros((), spec.compute_dtype), tokens.segment
+        )
+        return tokens, window.relate(spec, tokens), records
+
+    return prepare
+
+
+def _run_chunk(
+    spec: ReplaySpec,
+    recurrent: jax.Array,
+    chunk: tuple[window.Tokens, window.Pairs, window.Records],
+) -> tuple[jax.Array, jax.Array]:
+    tokens, pairs, records = chunk
+    key_reads, query_reads = window.read_past(spec, recurrent, None, None, tokens, pairs)
+    update = window.solve_updates(spec, tokens, pairs, key_reads)
+    output = window.evaluate(spec, pairs, update, query_reads)
+    recurrent = window.fold(spec, recurrent, None, records._replace(update=update))
+    return recurrent, output.astype(tokens.v.dtype)
+
+
+def _blocks(
+    spec: ReplaySpec, batch_size: int, num_tokens: int, chunk_size: int
+) -> tuple[int, int]:
+    """Number of chunks, rounded up to whole blocks, and chunks in a block that fit in memory."""
+    num_chunks = -(-num_tokens // chunk_size)
+    pairs = batch_size * chunk_size**2 * spec.num_heads * spec.decay_dim
+    fitting = max(1, _BLOCK_BYTES // (pairs * spec.compute_dtype.itemsize))
+    num_blocks = -(-num_chunks // fitting)
+    block_size = -(-num_chunks // num_blocks)
+    return num_blocks * block_size, block_size
+
+
+def _in_chunks(x: jax.Array, padding: int, chunk_size: int, block_size: int) -> jax.Array:
+    """[B, T, ...] as [blocks, chunks, B, chunk, ...], padded with zeros at the end."""
     if padding:
         x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:]), 1, 0)
+    x = jnp.moveaxis(x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:]), 1, 0)
+    return x.reshape(-1, block_size, *x.shape[1:])

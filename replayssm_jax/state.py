@@ -258,7 +258,7 @@ def check_rows(name: str, rows: jax.Array, batch_size: int, dtype: Any) -> jax.A
 def committed_records(
     spec: ReplaySpec, buffer: InputBuffer, start: jax.Array, length: jax.Array
 ) -> window.Records:
-    """The committed records of each row in order of time, [B, window, ...]; dead ones are zero."""
+    """The committed records of each row, the first `window` slots from `start`."""
     offsets = jnp.arange(spec.window, dtype=jnp.int32)
     live = offsets[None] < length.reshape(-1, 1)
     slots = (start.reshape(-1, 1) + offsets[None]) % spec.capacity
@@ -279,11 +279,9 @@ def committed_records(
         assert buffer.value is not None and buffer.beta is not None
         value = in_order(buffer.value).astype(spec.compute_dtype)
         update = in_order(buffer.beta)[..., None] * value
-    return window.Records(
-        log_decay=log_decay if spec.decay == "channel" else log_decay[..., None],
-        key=in_order(buffer.key),
-        update=update,
-    )
+    if spec.decay == "scalar":
+        log_decay = log_decay[..., None]
+    return window.make_records(spec, log_decay, in_order(buffer.key), update)
 
 
 def materialize(

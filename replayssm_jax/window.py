@@ -9,7 +9,9 @@ so outputs need no state to be built. Exponents are sums of log-decays over segm
 sign: a difference of prefix sums would lose small gates behind a large one, and exp(G_t) exp(-G_j)
 overflows. Prefill, step, verify and flush are all made of the functions here.
 
-Log-decays have a last axis D: 1 for scalar decay, N for per-channel decay.
+Log-decays have a last axis D: 1 for scalar decay, N for per-channel decay. Sums of them are matrix
+products with a constant 0/1 matrix: a few tokens at a time that is one small kernel on every
+device, where a cumulative sum is many.
 """
 
 from __future__ import annotations
@@ -20,20 +22,6 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.spec import ReplaySpec
-
-
-class Records(NamedTuple):
-    """J records in order of time, oldest first; a dead one is all zeros, an identity.
-
-    Attributes:
-      log_decay: [B, J, H, D], compute dtype.
-      key: [B, J, G, N].
-      update: [B, J, H, P], u_j, compute dtype.
-    """
-
-    log_decay: jax.Array
-    key: jax.Array
-    update: jax.Array
 
 
 class Tokens(NamedTuple):
@@ -56,42 +44,124 @@ class Tokens(NamedTuple):
     segment: jax.Array | None = None
 
 
+class Pairs(NamedTuple):
+    """What new tokens are to each other and to the past; nothing of it depends on the state.
+
+    Attributes:
+      decay: [B, T, H, D], exp(G_t), from the last past record to the token.
+      key_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * k_t>, zero unless j < t; None where no
+        update depends on another one.
+      query_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * q_t>, zero unless j <= t.
+    """
+
+    decay: jax.Array
+    key_scores: jax.Array | None
+    query_scores: jax.Array
+
+
+class Records(NamedTuple):
+    """J records, oldest first, seen from behind the last one; a dead one is an identity.
+
+    Attributes:
+      total: [B, 1, H, D], decay of what lies before the records.
+      decay: [B, J, H, D], decay of each record by those after it.
+      key: [B, J, G, N].
+      update: [B, J, H, P], u_j, compute dtype.
+    """
+
+    total: jax.Array
+    decay: jax.Array
+    key: jax.Array
+    update: jax.Array
+
+
+def relate(spec: ReplaySpec, tokens: Tokens) -> Pairs:
+    """Decays and inner products among new tokens."""
+    num_tokens = tokens.k.shape[1]
+    order = jnp.arange(num_tokens)
+    decay = jnp.exp(_sums(spec, order[:, None] >= order[None], tokens.log_decay))
+    if tokens.segment is not None:
+        decay = jnp.where((tokens.segment == 0)[:, :, None, None], decay, 0)
+    pair_decay = jnp.exp(_segment_sums(spec, tokens.log_decay))
+    solves = spec.rule == "delta" and num_tokens > 1
+    return Pairs(
+        decay=decay,
+        key_scores=_scores(spec, tokens, tokens.k, pair_decay, strict=True) if solves else None,
+        query_scores=_scores(spec, tokens, tokens.q, pair_decay, strict=False),
+    )
+
+
+def make_records(
+    spec: ReplaySpec,
+    log_decay: jax.Array,
+    key: jax.Array,
+    update: jax.Array,
+    segment: jax.Array | None = None,
+) -> Records:
+    """Records from log-decays [B, J, H, D], keys and updates.
+
+    `segment` is None, or [B, J] int32 reset counts: what lies before the last reset is forgotten.
+    """
+    order = jnp.arange(log_decay.shape[1])
+    total = jnp.exp(jnp.sum(log_decay, axis=1, keepdims=True))
+    decay = jnp.exp(_sums(spec, order[:, None] < order[None], log_decay))
+    if segment is not None:
+        last = segment[:, -1:]
+        total = jnp.where((last == 0)[:, :, None, None], total, 0)
+        decay = jnp.where((segment == last)[:, :, None, None], decay, 0)
+    return Records(total=total, decay=decay, key=key, update=update)
+
+
 def read_past(
     spec: ReplaySpec,
     checkpoint: jax.Array,
     empty: jax.Array | None,
     past: Records | None,
     tokens: Tokens,
-    columns: jax.Array,
-) -> jax.Array:
-    """What checkpoint and past records contribute to reads S_t r of the new tokens.
+    pairs: Pairs,
+) -> tuple[jax.Array | None, jax.Array]:
+    """What checkpoint and past records contribute to reads S_t k_t and S_t q_t of new tokens.
 
-    All columns of one call are read in one pass over the checkpoint.
+    All columns are read in one pass over the checkpoint.
 
     Args:
       spec: the layer.
       checkpoint: [B, H, P, N].
       empty: None, or bool [B] (or scalar): rows whose checkpoint counts as zero, whatever it holds.
       past: records between the checkpoint and the new tokens, or None.
-      tokens: the new tokens; they give the decay from the past to each column.
-      columns: [B, C T, G, N], C vectors r for each token, the tokens innermost.
+      tokens: the new tokens.
+      pairs: `relate(spec, tokens)`.
 
     Returns:
-      [B, C T, H, P], compute dtype.
+      Key reads (None under the additive rule, which needs none) and query reads, each
+      [B, T, H, P], compute dtype.
     """
-    batch, num_columns = columns.shape[:2]
-    decay = jnp.exp(_prefix_sums(tokens.log_decay))
-    if tokens.segment is not None:
-        decay = jnp.where((tokens.segment == 0)[:, :, None, None], decay, 0)
-    decay = jnp.tile(decay, (1, num_columns // decay.shape[1], 1, 1))
+    if spec.rule == "additive":
+        return None, _read(spec, checkpoint, empty, past, tokens.q, pairs.decay)
+    columns = jnp.concatenate([tokens.k, tokens.q], axis=1)
+    decay = jnp.concatenate([pairs.decay, pairs.decay], axis=1)
+    key_reads, query_reads = jnp.split(
+        _read(spec, checkpoint, empty, past, columns, decay), 2, axis=1
+    )
+    return key_reads, query_reads
+
+
+def _read(
+    spec: ReplaySpec,
+    checkpoint: jax.Array,
+    empty: jax.Array | None,
+    past: Records | None,
+    columns: jax.Array,
+    decay: jax.Array,
+) -> jax.Array:
+    """Columns [B, C, G, N] through past records and checkpoint, as [B, C, H, P]."""
     columns = columns.astype(spec.compute_dtype)
-    total = None if past is None else jnp.exp(_total(past.log_decay))
     if spec.decay == "channel":
         columns = _per_head(spec, columns) * decay
-        out = _matvecs(spec, checkpoint, columns if total is None else columns * total)
+        out = _matvecs(spec, checkpoint, columns if past is None else columns * past.total)
     else:
         out = _matvecs(spec, checkpoint, columns)
-        out = out if total is None else out * total
+        out = out if past is None else out * past.total
     if empty is not None:
         out = jnp.where(empty.reshape(-1, 1, 1, 1), 0, out)
     if past is not None:
@@ -113,17 +183,16 @@ def _matvecs(spec: ReplaySpec, state: jax.Array, columns: jax.Array) -> jax.Arra
 
 
 def _past_scores(spec: ReplaySpec, past: Records, columns: jax.Array) -> jax.Array:
-    """<k_j, exp(sum of decays after j) * r> for columns [B, C, G or H, N], as [B, C, J, H]."""
-    suffix = jnp.exp(_suffix_sums(past.log_decay))
+    """<k_j, decay_j * r> for columns [B, C, G or H, N], as [B, C, J, H]."""
     key = past.key.astype(spec.compute_dtype)
     if spec.decay == "channel":
-        return _einsum(spec, "bjhn,bchn->bcjh", _per_head(spec, key) * suffix, columns)
+        return _einsum(spec, "bjhn,bchn->bcjh", _per_head(spec, key) * past.decay, columns)
     scores = _einsum(spec, "bjgn,bcgn->bcjg", key, columns)
-    return jnp.repeat(scores, spec.heads_per_group, axis=3) * suffix[:, None, :, :, 0]
+    return jnp.repeat(scores, spec.heads_per_group, axis=3) * past.decay[:, None, :, :, 0]
 
 
 def solve_updates(
-    spec: ReplaySpec, tokens: Tokens, key_reads: jax.Array | None
+    spec: ReplaySpec, tokens: Tokens, pairs: Pairs, key_reads: jax.Array | None
 ) -> jax.Array:
     """u of the new tokens: beta v, or under the delta rule the solution of the triangular system
 
@@ -134,7 +203,8 @@ def solve_updates(
     Args:
       spec: the layer.
       tokens: the new tokens.
-      key_reads: [B, T, H, P], base: `read_past` of the keys; None under the additive rule.
+      pairs: `relate(spec, tokens)`.
+      key_reads: [B, T, H, P], base, from `read_past`; None under the additive rule.
 
     Returns:
       [B, T, H, P], compute dtype.
@@ -144,11 +214,9 @@ def solve_updates(
     if key_reads is None:
         return beta * value
     rhs = beta * (value - key_reads)
-    num_tokens = rhs.shape[1]
-    if num_tokens == 1:
+    if pairs.key_scores is None:
         return rhs
-    scores = _pair_scores(spec, tokens, tokens.k, strict=True)
-    system = jnp.moveaxis(scores * tokens.beta[:, :, None], 3, 1)
+    system = jnp.moveaxis(pairs.key_scores * tokens.beta[:, :, None], 3, 1)
     solution = jax.lax.linalg.triangular_solve(
         system, jnp.moveaxis(rhs, 2, 1), left_side=True, lower=True, unit_diagonal=True
     )
@@ -156,41 +224,30 @@ def solve_updates(
 
 
 def evaluate(
-    spec: ReplaySpec, tokens: Tokens, update: jax.Array, query_reads: jax.Array
+    spec: ReplaySpec, pairs: Pairs, update: jax.Array, query_reads: jax.Array
 ) -> jax.Array:
     """Outputs S_t q_t of the new tokens; no state is built.
 
     Args:
       spec: the layer.
-      tokens: the new tokens.
-      update: [B, T, H, P], their u.
-      query_reads: [B, T, H, P], `read_past` of the queries.
+      pairs: `relate(spec, tokens)`.
+      update: [B, T, H, P], u of the new tokens.
+      query_reads: [B, T, H, P], from `read_past`.
 
     Returns:
       [B, T, H, P], compute dtype.
     """
-    scores = _pair_scores(spec, tokens, tokens.q, strict=False)
-    return query_reads + _einsum(spec, "btjh,bjhp->bthp", scores, update)
+    return query_reads + _einsum(spec, "btjh,bjhp->bthp", pairs.query_scores, update)
 
 
 def fold(
-    spec: ReplaySpec,
-    checkpoint: jax.Array,
-    empty: jax.Array | None,
-    records: Records,
-    *,
-    segment: jax.Array | None = None,
+    spec: ReplaySpec, checkpoint: jax.Array, empty: jax.Array | None, records: Records
 ) -> jax.Array:
     """The state [B, H, P, N] after the records, by one matrix product: the form for prefill.
 
-    Args:
-      spec: the layer.
-      checkpoint: [B, H, P, N].
-      empty: as in `read_past`.
-      records: J records.
-      segment: None, or [B, J] int32 reset counts; records before the last reset are forgotten.
+    `empty` as in `read_past`.
     """
-    total, key = _fold_operands(spec, records, segment)
+    total, key = _fold_operands(spec, records)
     new = _einsum(spec, "bjhp,bjhn->bhpn", records.update, key)
     return _mask_empty(checkpoint, empty) * total + new
 
@@ -203,7 +260,7 @@ def fold_in_place(
     A matrix product would hold another state of temporary memory, and so would one elementwise
     expression once XLA splits it; the loop keeps the temporaries to a block.
     """
-    total, key = _fold_operands(spec, records, None)
+    total, key = _fold_operands(spec, records)
     width = spec.num_heads // _num_blocks(spec.num_heads)
 
     def fold_block(i: jax.Array, state: jax.Array) -> jax.Array:
@@ -228,41 +285,29 @@ def _mask_empty(checkpoint: jax.Array, empty: jax.Array | None) -> jax.Array:
     return checkpoint if empty is None else jnp.where(empty.reshape(-1, 1, 1, 1), 0, checkpoint)
 
 
-def _fold_operands(
-    spec: ReplaySpec, records: Records, segment: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _fold_operands(spec: ReplaySpec, records: Records) -> tuple[jax.Array, jax.Array]:
     """Decay of the checkpoint [B, H, 1, D], and keys decayed to the end [B, J, H, N]."""
-    total = jnp.exp(_total(records.log_decay))[:, 0, :, None]
-    suffix = jnp.exp(_suffix_sums(records.log_decay))
-    if segment is not None:
-        last = segment[:, -1:]
-        total = jnp.where((last == 0)[:, :, None, None], total, 0)
-        suffix = jnp.where((segment == last)[:, :, None, None], suffix, 0)
-    return total, _per_head(spec, records.key.astype(spec.compute_dtype)) * suffix
+    key = _per_head(spec, records.key.astype(spec.compute_dtype)) * records.decay
+    return jnp.moveaxis(records.total, 1, 2), key
 
 
-def _pair_scores(
-    spec: ReplaySpec, tokens: Tokens, vectors: jax.Array, *, strict: bool
+def _scores(
+    spec: ReplaySpec, tokens: Tokens, vectors: jax.Array, pair_decay: jax.Array, *, strict: bool
 ) -> jax.Array:
-    """<k_j, exp(G_t - G_j) * r_t> over pairs of new tokens, zero unless j <= t (j < t if strict).
-
-    Returns [B, T, J, H].
-    """
-    batch, num_tokens = vectors.shape[:2]
-    key = tokens.k.astype(spec.compute_dtype)
-    vectors = vectors.astype(spec.compute_dtype)
-    order = jnp.arange(num_tokens)
+    """<k_j, exp(G_t - G_j) * r_t> over pairs, zero unless j <= t (j < t if strict), [B, T, J, H]."""
+    order = jnp.arange(vectors.shape[1])
     mask = order[:, None] > order[None] if strict else order[:, None] >= order[None]
-    mask = jnp.broadcast_to(mask[None], (batch, num_tokens, num_tokens))
+    mask = mask[None]
     if tokens.segment is not None:
         mask = mask & (tokens.segment[:, :, None] == tokens.segment[:, None, :])
-    decay = jnp.exp(_segment_sums(tokens.log_decay))
+    key = tokens.k.astype(spec.compute_dtype)
+    vectors = vectors.astype(spec.compute_dtype)
     if spec.decay == "channel":
-        vectors = _per_head(spec, vectors)[:, :, None] * decay
+        vectors = _per_head(spec, vectors)[:, :, None] * pair_decay
         scores = _einsum(spec, "bjhn,btjhn->btjh", _per_head(spec, key), vectors)
     else:
         scores = _einsum(spec, "bjgn,btgn->btjg", key, vectors)
-        scores = jnp.repeat(scores, spec.heads_per_group, axis=3) * decay[..., 0]
+        scores = jnp.repeat(scores, spec.heads_per_group, axis=3) * pair_decay[..., 0]
     return jnp.where(mask[..., None], scores, 0)
 
 
@@ -271,29 +316,21 @@ def _per_head(spec: ReplaySpec, x: jax.Array) -> jax.Array:
     return jnp.repeat(x, spec.heads_per_group, axis=2)
 
 
-def _prefix_sums(g: jax.Array) -> jax.Array:
-    """Sum of g over all tokens up to and including each, along axis 1."""
-    return g if g.shape[1] == 1 else jax.lax.cumsum(g, axis=1)
+def _sums(spec: ReplaySpec, mask: jax.Array, g: jax.Array) -> jax.Array:
+    """[B, T, H, D]: for each t the sum of g over the j with mask[t, j]."""
+    return _einsum_exact("tj,bjhd->bthd", mask.astype(spec.compute_dtype), g)
 
 
-def _suffix_sums(g: jax.Array) -> jax.Array:
-    """Sum of g over the records after each, along axis 1."""
-    later = jax.lax.cumsum(g, axis=1, reverse=True)[:, 1:]
-    return jnp.concatenate([later, jnp.zeros_like(g[:, :1])], axis=1)
+def _segment_sums(spec: ReplaySpec, g: jax.Array) -> jax.Array:
+    """[B, T, J, H, D]: the sum of g over the tokens after j up to t; 0 where j >= t."""
+    order = jnp.arange(g.shape[1])
+    within = (order[:, None] >= order[None])[:, None] & (order[:, None] < order[None])[None]
+    return _einsum_exact("tji,bihd->btjhd", within.astype(spec.compute_dtype), g)
 
 
-def _total(g: jax.Array) -> jax.Array:
-    """Sum of g over all records, [B, 1, H, D]."""
-    return jnp.sum(g, axis=1, keepdims=True)
-
-
-def _segment_sums(g: jax.Array) -> jax.Array:
-    """[B, T, J, H, D]: sum of g over the tokens after j up to t; 0 where j >= t."""
-    num_tokens = g.shape[1]
-    order = jnp.arange(num_tokens)
-    after = (order[:, None] > order[None])[None, :, :, None, None]
-    terms = jnp.where(after, g[:, :, None], 0)
-    return jax.lax.cumsum(terms, axis=1)
+def _einsum_exact(subscripts: str, *operands: jax.Array) -> jax.Array:
+    """For sums of log-decays, whose absolute error is the relative error of a decay."""
+    return jnp.einsum(subscripts, *operands, precision="highest")
 
 
 def _einsum(spec: ReplaySpec, subscripts: str, *operands: jax.Array) -> jax.Array:

@@ -1,0 +1,101 @@
+"""Specs, random inputs, error ratios, and the float64 recurrence that every test compares with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import replayssm_jax as rs
+
+# Dims are odd on purpose: nothing may depend on powers of two.
+FAMILIES = {
+    "mamba2": dict(num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="scalar"),
+    "gated_delta_net": dict(
+        num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="delta", decay="scalar"
+    ),
+    "kda": dict(num_heads=3, num_groups=3, value_dim=12, key_dim=10, rule="delta", decay="channel"),
+    "gla": dict(num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="channel"),
+}
+
+
+def make_spec(family, **overrides):
+    """A small float32 spec of the family; the overrides win."""
+    defaults = dict(key_dtype=jnp.float32, value_dtype=jnp.float32)
+    return rs.ReplaySpec(**{**FAMILIES[family], **defaults, **overrides})
+
+
+def random_inputs(spec, batch_size, num_tokens, seed=0, gates=None):
+    """Inputs as a layer makes them: unit keys, decays from 1 to none, beta above 1 now and then.
+
+    `gates`: None, or log-decays to draw from.
+    """
+    rng = np.random.default_rng(seed)
+    lead = (batch_size, num_tokens)
+    k = rng.standard_normal((*lead, spec.num_groups, spec.key_dim))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    q = rng.standard_normal(k.shape) * spec.key_dim**-0.5
+    v = rng.standard_normal((*lead, spec.num_heads, spec.value_dim))
+    shape = (*lead, spec.num_heads) + ((spec.key_dim,) if spec.decay == "channel" else ())
+    g = -np.exp(2 * rng.standard_normal(shape) - 2) if gates is None else rng.choice(gates, shape)
+    beta = 1.3 / (1 + np.exp(-rng.standard_normal((*lead, spec.num_heads))))
+    return rs.TokenInputs(
+        q=jnp.asarray(q, spec.key_dtype),
+        k=jnp.asarray(k, spec.key_dtype),
+        v=jnp.asarray(v, spec.value_dtype),
+        g=jnp.asarray(g, spec.compute_dtype),
+        beta=jnp.asarray(beta, spec.compute_dtype),
+    )
+
+
+def tokens(inputs, *index):
+    """inputs[:, index] on the time axis, for slice arguments."""
+    return jax.tree.map(lambda x: x[:, slice(*index)], inputs)
+
+
+def reference(spec, inputs, initial=None):
+    """Outputs [B, T, H, P] and final state [B, H, P, N] of the recurrence in float64, as NumPy."""
+    with jax.enable_x64(True):
+        wide = dataclasses.replace(
+            spec, state_dtype=jnp.float64, key_dtype=jnp.float64, value_dtype=jnp.float64
+        )
+        inputs = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), inputs)
+        batch_size = inputs.v.shape[0]
+        if initial is None:
+            initial = np.zeros(spec.state_shape(batch_size))
+        outputs, state = _scan(wide, jnp.asarray(initial, jnp.float64), inputs)
+        return np.asarray(outputs), np.asarray(state)
+
+
+_scan = jax.jit(rs.recurrent_scan, static_argnums=0)
+
+
+def error(found, expected):
+    """Norm of the difference over the norm of the reference; NaN stays NaN and passes no bound."""
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+def assert_close(found, expected, tolerance=1e-5, name="output"):
+    """Fail with the error ratio and the tensor's name."""
+    ratio = error(found, expected)
+    assert ratio <= tolerance, f"{name}: error ratio {ratio:.2e} above {tolerance:.0e}"
+
+
+def poison_dead_slots(spec, state):
+    """NaN in every ring slot that holds no committed or pending record, and in fresh checkpoints."""
+    pointer = state.pointer
+    offset = (jnp.arange(spec.capacity)[None] - pointer.start.reshape(-1, 1)) % spec.capacity
+    dead = offset >= (pointer.length + pointer.pending).reshape(-1, 1)
+
+    def poison(ring):
+        mask = jnp.broadcast_to(dead, ring.shape[:2]).reshape(*ring.shape[:2], *(1,) * (ring.ndim - 2))
+        return jnp.where(mask, jnp.asarray(jnp.nan, ring.dtype), ring)
+
+    fresh = jnp.broadcast_to(pointer.fresh.reshape(-1, 1, 1, 1), (state.checkpoint.shape[0], 1, 1, 1))
+    return dataclasses.replace(
+        state,
+        buffer=jax.tree.map(poison, state.buffer),
+        checkpoint=jnp.where(fresh, jnp.nan, state.checkpoint),
+    )

@@ -66,7 +66,7 @@ def verify(
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
     lengths = check_lengths(state, lengths, num_tokens)
-    check_gates(inputs.g)
+    check_gates(inputs.g, leading(lengths, num_tokens))
     _check_phase(spec, state)
     return _verify(spec, state, inputs, lengths)
 
@@ -95,7 +95,7 @@ def step(
     dispatch.resolve(implementation)
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
-    check_gates(inputs.g)
+    check_gates(inputs.g, None)
     _check_phase(spec, state)
     return _step(spec, state, inputs)
 
@@ -128,7 +128,7 @@ def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> R
             f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
             f"pending={pending.tolist()}"
         )
-    return _commit(state, accepted)
+    return dataclasses.replace(state, pointer=_commit(state.pointer, accepted))
 
 
 def flush(
@@ -171,23 +171,30 @@ def check_lengths(
     return jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
 
 
-def check_gates(g: jax.Array) -> None:
-    """Raise ValueError where g is known and positive or not finite."""
-    known = concrete(g)
-    if known is not None and not (np.isfinite(known) & (known <= 0)).all():
+def check_gates(g: jax.Array, real: jax.Array | None) -> None:
+    """Raise ValueError where a `real` token has a known g that is positive or not finite."""
+    known, mask = concrete(g), True if real is None else concrete(real)
+    if known is None or mask is None:
+        return
+    known = known[mask] if real is not None else known
+    if not (np.isfinite(known) & (known <= 0)).all():
         raise ValueError(
             "g must be a finite log-decay of at most 0, found values from "
             f"{np.min(known)} to {np.max(known)}; to forget everything use reset or resets"
         )
 
 
+def leading(lengths: jax.Array | None, num_tokens: int) -> jax.Array | None:
+    """`lengths` [B] as a mask [B, T] of the first tokens of each row."""
+    if lengths is None:
+        return None
+    return jnp.arange(num_tokens, dtype=jnp.int32)[None] < lengths[:, None]
+
+
 def as_tokens(
     spec: ReplaySpec, inputs: TokenInputs, valid: jax.Array | None = None
 ) -> window.Tokens:
     """Inputs in the layout of `window`; tokens that are not `valid` [B, T] become identities."""
-    checkify.debug_check(
-        jnp.all(jnp.isfinite(inputs.g) & (inputs.g <= 0)), "g must be finite and at most 0"
-    )
     log_decay = inputs.g if spec.decay == "channel" else inputs.g[..., None]
     parts: dict[str, Any] = {
         "q": inputs.q,
@@ -201,6 +208,10 @@ def as_tokens(
             name: jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
             for name, x in parts.items()
         }
+    log_decay = parts["log_decay"]
+    checkify.debug_check(
+        jnp.all(jnp.isfinite(log_decay) & (log_decay <= 0)), "g must be finite and at most 0"
+    )
     return window.Tokens(**parts)
 
 
@@ -236,9 +247,7 @@ def _verify(
     )
     state = flush_when_due(spec, state, num_new)
     pointer = state.pointer
-    valid = None
-    if lengths is not None:
-        valid = jnp.arange(num_tokens, dtype=jnp.int32)[None] < lengths[:, None]
+    valid = leading(lengths, num_tokens)
     tokens = as_tokens(spec, inputs, valid)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
@@ -257,7 +266,9 @@ def _verify(
     if lengths is None:
         pending = jnp.full_like(pointer.pending, num_tokens)
     else:
-        pending = jnp.where(lengths > 0, lengths, before.pending)
+        # A loop that flushed all rows dropped the drafts of idle ones too.
+        kept = before.pending if pointer.phase is None else jnp.zeros_like(before.pending)
+        pending = jnp.where(lengths > 0, lengths, kept)
     state = dataclasses.replace(
         state, buffer=buffer, pointer=dataclasses.replace(pointer, pending=pending)
     )
@@ -269,20 +280,19 @@ def _step(
     spec: ReplaySpec, state: ReplayState, inputs: TokenInputs
 ) -> tuple[jax.Array, ReplayState]:
     output, state = _verify(spec, state, inputs, None)
-    return output, _commit(state, jnp.ones((), jnp.int32))
+    pointer = _commit(state.pointer, jnp.ones((), jnp.int32))
+    return output, dataclasses.replace(state, pointer=pointer)
 
 
 @jax.jit
-def _commit(state: ReplayState, accepted: jax.Array) -> ReplayState:
-    pointer = state.pointer
+def _commit(pointer: Pointer, accepted: jax.Array) -> Pointer:
     accepted = accepted.astype(jnp.int32)
     checkify.debug_check(
         jnp.all((accepted >= 0) & (accepted <= pointer.pending)),
         "accepted must lie in [0, pending]",
     )
     length = pointer.length + jnp.clip(accepted, 0, pointer.pending)
-    pointer = dataclasses.replace(pointer, length=length, pending=jnp.zeros_like(pointer.pending))
-    return dataclasses.replace(state, pointer=pointer)
+    return dataclasses.replace(pointer, length=length, pending=jnp.zeros_like(pointer.pending))
 
 
 @functools.partial(jax.jit, static_argnames="spec")

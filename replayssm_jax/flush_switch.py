@@ -9,8 +9,8 @@ Three forms, chosen by `flush_when_due` from what is known while tracing:
 3. Inside `scan_steps` and `while_loop`: no predicate, since the loop knows where in the window
    each step stands.
 
-`jax.vmap` over the first two goes through `custom_vmap`: the new axis joins the batch, a shared
-scalar pointer keeps the cond, and pointers that differ take the loop.
+Under `jax.vmap` the first two go through `custom_vmap`, which nests: axes that share a pointer keep
+its cond, and as soon as pointers differ the loop counts through the rows of all axes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +46,13 @@ def flush_when_due(spec: ReplaySpec, state: ReplayState, num_new: jax.Array | in
 
 
 def flush_rows(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> ReplayState:
-    """Flush the rows `where`, bool of the pointer's shape; the others are neither read nor written."""
+    """Flush the rows `where`, bool of the pointer's shape; no other is read or written."""
     pointer = state.pointer
-    checkpoint = _fold_where(spec)(
-        where, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
-    )
-    return dataclasses.replace(
-        state, checkpoint=checkpoint, pointer=emptied(spec, pointer, where)
-    )
+    rows = _Rows(where, pointer.start, pointer.length, pointer.fresh)
+    if not pointer.is_ragged:
+        rows = jax.tree.map(lambda x: x[None], rows)
+    checkpoint = _fold_where(spec)(rows, state.checkpoint, state.buffer)
+    return dataclasses.replace(state, checkpoint=checkpoint, pointer=emptied(spec, pointer, where))
 
 
 def flush_all(spec: ReplaySpec, state: ReplayState) -> ReplayState:
@@ -63,6 +62,93 @@ def flush_all(spec: ReplaySpec, state: ReplayState) -> ReplayState:
         spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
     )
     return dataclasses.replace(state, checkpoint=checkpoint, pointer=emptied(spec, pointer))
+
+
+class _Rows(NamedTuple):
+    """What decides about each row: arrays of shape [..., B], with 1 along axes that share it."""
+
+    where: jax.Array
+    start: jax.Array
+    length: jax.Array
+    fresh: jax.Array
+
+
+@functools.lru_cache(maxsize=128)
+def _fold_where(spec: ReplaySpec) -> Callable[..., jax.Array]:
+    """f(rows, checkpoint [..., B, H, P, N], buffer [..., B, ...]) -> checkpoint."""
+
+    @jax.custom_batching.custom_vmap
+    def fold_where(rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer) -> jax.Array:
+        if rows.where.size == 1:
+            return jax.lax.cond(
+                rows.where.reshape(()),
+                lambda checkpoint: _fold_all(spec, rows, checkpoint, buffer),
+                lambda checkpoint: checkpoint,
+                checkpoint,
+            )
+        return _fold_each(spec, rows, checkpoint, buffer)
+
+    @fold_where.def_vmap
+    def add_leading_axis(
+        axis_size: int, in_batched: Any, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
+    ) -> tuple[jax.Array, bool]:
+        rows_batched, checkpoint_batched, buffer_batched = in_batched
+        share = not any(rows_batched)
+
+        def lead(x: jax.Array, batched: bool, size: int = axis_size) -> jax.Array:
+            return x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
+
+        rows = jax.tree.map(lambda x, b: lead(x, b, 1 if share else axis_size), rows, rows_batched)
+        checkpoint = lead(checkpoint, checkpoint_batched)
+        buffer = jax.tree.map(lead, buffer, buffer_batched)
+        return fold_where(rows, checkpoint, buffer), True
+
+    return fold_where
+
+
+def _fold_all(
+    spec: ReplaySpec, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
+) -> jax.Array:
+    """Fold every row, with one pointer for all of them; leading axes stay as they are."""
+    pointer = [x.reshape(()) for x in rows[1:]]
+    fold = functools.partial(_fold, spec)
+    for _ in range(checkpoint.ndim - 4):
+        fold = jax.vmap(fold, in_axes=(0, 0, None, None, None))
+    return fold(checkpoint, buffer, *pointer)
+
+
+def _fold_each(
+    spec: ReplaySpec, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
+) -> jax.Array:
+    """Fold the rows that are due, one after the other, each in place.
+
+    The rows of all leading axes are counted through, but the state keeps its axes: XLA would copy
+    it to add or drop one of size 1.
+    """
+    shape = checkpoint.shape[:-3]
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, shape).reshape(-1), rows)
+    order = jnp.argsort(~rows.where)
+
+    def fold_row(i: jax.Array, checkpoint: jax.Array) -> jax.Array:
+        row = order[i]
+        index = jnp.unravel_index(row, shape)
+
+        def take(x: jax.Array) -> jax.Array:
+            rest = x.shape[len(shape) :]
+            start = (*index, *[jnp.zeros_like(row)] * len(rest))
+            return jax.lax.dynamic_slice(x, start, (*[1] * len(shape), *rest)).reshape(1, *rest)
+
+        one = _fold(
+            spec,
+            take(checkpoint),
+            jax.tree.map(take, buffer),
+            *(jax.lax.dynamic_slice(x, (row,), (1,)) for x in rows[1:]),
+        )
+        start = (*index, *[jnp.zeros_like(row)] * 3)
+        one = one.reshape(*[1] * len(shape), *one.shape[1:])
+        return jax.lax.dynamic_update_slice(checkpoint, one, start)
+
+    return jax.lax.fori_loop(0, jnp.sum(rows.where, dtype=jnp.int32), fold_row, checkpoint)
 
 
 def _fold(
@@ -75,61 +161,3 @@ def _fold(
 ) -> jax.Array:
     records = committed_records(spec, buffer, start, length)
     return window.fold_in_place(spec, checkpoint, fresh, records)
-
-
-@functools.lru_cache(maxsize=128)
-def _fold_where(spec: ReplaySpec) -> Callable[..., jax.Array]:
-    """f(where, checkpoint, buffer, start, length, fresh) -> checkpoint, with a rule for vmap."""
-
-    @jax.custom_batching.custom_vmap
-    def fold_where(where: jax.Array, checkpoint: jax.Array, *ring: Any) -> jax.Array:
-        if where.ndim == 0:
-            return jax.lax.cond(
-                where,
-                lambda checkpoint: _fold(spec, checkpoint, *ring),
-                lambda checkpoint: checkpoint,
-                checkpoint,
-            )
-        return _fold_each(spec, where, checkpoint, *ring)
-
-    @fold_where.def_vmap
-    def fold_where_batched(
-        axis_size: int, in_batched: Any, where: jax.Array, checkpoint: jax.Array, *ring: Any
-    ) -> tuple[jax.Array, bool]:
-        batch_size = checkpoint.shape[1 if in_batched[1] else 0]
-        pointers = (where, *ring[1:])
-        pointers_batched = (in_batched[0], *in_batched[3:])
-
-        def into_batch(x: jax.Array, batched: bool) -> jax.Array:
-            x = x if batched else jnp.broadcast_to(x[None], (axis_size, *x.shape))
-            return x.reshape(axis_size * batch_size, *x.shape[2:])
-
-        def pointer_into_batch(x: jax.Array, batched: bool) -> jax.Array:
-            if x.ndim == int(batched):  # a scalar of the batch, or of each of its members
-                x = jnp.broadcast_to(x[..., None], (*x.shape, batch_size))
-            return into_batch(x, batched)
-
-        if where.ndim or any(pointers_batched):
-            pointers = tuple(map(pointer_into_batch, pointers, pointers_batched))
-        checkpoint = into_batch(checkpoint, in_batched[1])
-        buffer = jax.tree.map(into_batch, ring[0], in_batched[2])
-        checkpoint = fold_where(pointers[0], checkpoint, buffer, *pointers[1:])
-        return checkpoint.reshape(axis_size, batch_size, *checkpoint.shape[1:]), True
-
-    return fold_where
-
-
-def _fold_each(
-    spec: ReplaySpec, where: jax.Array, checkpoint: jax.Array, *ring: Any
-) -> jax.Array:
-    """Fold the rows `where` [B], one after the other, each in place."""
-    rows = jnp.argsort(~where)
-
-    def fold_row(i: jax.Array, checkpoint: jax.Array) -> jax.Array:
-        row = rows[i]
-        one = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (checkpoint, *ring)
-        )
-        return jax.lax.dynamic_update_slice_in_dim(checkpoint, _fold(spec, *one), row, 0)
-
-    return jax.lax.fori_loop(0, jnp.sum(where, dtype=jnp.int32), fold_row, checkpoint)

@@ -48,12 +48,13 @@ def scan_steps(
       ValueError: no length, lengths that differ, no ReplayState in the carry, a window too large.
     """
     _check_window(init, window)
-    sizes = {x.shape[0] for x in jax.tree.leaves(xs)} | ({length} - {None})
-    if len(sizes) != 1:
+    sizes = [x.shape[0] for x in jax.tree.leaves(xs)]
+    num_steps = sizes[0] if length is None and sizes else length
+    if num_steps is None or any(size != num_steps for size in sizes):
         raise ValueError(
-            f"length and the leading axes of xs must give one number of steps, found {sorted(sizes)}"
+            "length and the leading axes of xs must give one number of steps, found "
+            f"length={length} and leading axes {sizes}"
         )
-    (num_steps,) = sizes
     num_windows, rest = divmod(num_steps, window)
 
     def run_window(carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import window
-from replayssm_jax.decode import as_tokens, check_gates, check_lengths
+from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, check_state, committed_records, emptied
@@ -35,8 +35,8 @@ def prefill(
     """Run T tokens through the recurrence; called again, it continues.
 
     Folds the committed records (pending drafts are dropped), then runs through the tokens in
-    chunks, and returns an empty ring. Reverse-differentiable in inputs and state; blocks of chunks are
-    rematerialised, so a backward pass holds one state for each of them.
+    chunks, and returns an empty ring. Reverse-differentiable in inputs and state; blocks of chunks
+    are rematerialised, so a backward pass holds one state for each of them.
 
     Args:
       spec: the layer.
@@ -79,11 +79,11 @@ def prefill(
         chunk_size = _CHUNK_SIZE[spec.decay]
     elif chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, found {chunk_size}")
-    check_gates(inputs.g)
+    if lengths is not None:
+        valid = leading(lengths, num_tokens)
+    check_gates(inputs.g, valid)
     if num_tokens == 0:
         return jnp.zeros_like(inputs.v), state
-    if lengths is not None:
-        valid = jnp.arange(num_tokens, dtype=jnp.int32)[None] < lengths[:, None]
     return _prefill(spec, state, inputs, valid, resets, min(chunk_size, num_tokens))
 
 
@@ -123,9 +123,7 @@ def _prefill(
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(batch_size, -1, *outputs.shape[3:])
     outputs = outputs[:, :num_tokens].astype(inputs.v.dtype)
     if valid is None or not pointer.is_ragged:
-        return outputs, dataclasses.replace(
-            state, checkpoint=after, pointer=emptied(spec, pointer)
-        )
+        return outputs, dataclasses.replace(state, checkpoint=after, pointer=emptied(spec, pointer))
     touched = jnp.any(valid, axis=1)
     checkpoint = jnp.where(touched.reshape(-1, 1, 1, 1), after, state.checkpoint)
     return outputs, dataclasses.replace(
@@ -160,9 +158,7 @@ def _run_chunk(
     return recurrent, output.astype(tokens.v.dtype)
 
 
-def _blocks(
-    spec: ReplaySpec, batch_size: int, num_tokens: int, chunk_size: int
-) -> tuple[int, int]:
+def _blocks(spec: ReplaySpec, batch_size: int, num_tokens: int, chunk_size: int) -> tuple[int, int]:
     """Number of chunks, rounded up to whole blocks, and chunks in a block that fit in memory."""
     num_chunks = -(-num_tokens // chunk_size)
     pairs = batch_size * chunk_size**2 * spec.num_heads * spec.decay_dim

@@ -63,9 +63,7 @@ def recurrent_scan(
     return jnp.moveaxis(outputs, 0, 1), state
 
 
-def _step(
-    spec: ReplaySpec, state: jax.Array, token: TokenInputs
-) -> tuple[jax.Array, jax.Array]:
+def _step(spec: ReplaySpec, state: jax.Array, token: TokenInputs) -> tuple[jax.Array, jax.Array]:
     """One token without its time axis: q, k [B, G, N]; v [B, H, P]; g [B, H(, N)]; beta [B, H]."""
     dtype = state.dtype
     q = jnp.repeat(token.q, spec.heads_per_group, axis=1).astype(dtype)

@@ -151,11 +151,23 @@ class ReplaySpec:
 
     @classmethod
     def gated_delta_net(
-        cls, *, num_value_heads: int, num_key_heads: int, key_dim: int, value_dim: int, **kwargs: Any
+        cls,
+        *,
+        num_value_heads: int,
+        num_key_heads: int,
+        key_dim: int,
+        value_dim: int,
+        **kwargs: Any,
     ) -> ReplaySpec:
         """Gated DeltaNet (arXiv:2412.06464): delta rule, one decay a value head."""
         return cls(
-            num_value_heads, num_key_heads, value_dim, key_dim, rule="delta", decay="scalar", **kwargs
+            num_value_heads,
+            num_key_heads,
+            value_dim,
+            key_dim,
+            rule="delta",
+            decay="scalar",
+            **kwargs,
         )
 
     @classmethod

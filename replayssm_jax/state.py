@@ -82,7 +82,7 @@ class ReplayState:
     """The state of one layer. The recurrent state itself is `materialize(spec, state)`.
 
     Attributes:
-      checkpoint: [B, H, P, N], `spec.state_dtype`: the recurrent state up to the oldest live record.
+      checkpoint: [B, H, P, N], `spec.state_dtype`: the state before the oldest live record.
       buffer: the ring of recent inputs.
       pointer: which slots of it are live.
       read_copy: None; the place of a low-precision copy of the checkpoint.
@@ -151,7 +151,7 @@ def _init_state(
         initial = jnp.zeros(spec.state_shape(batch_size), spec.state_dtype)
     elif layout == "kv":
         initial = jnp.swapaxes(initial, 2, 3)
-    buffer = {
+    buffer: dict[str, Any] = {
         name: None if shape is None else jnp.zeros(shape.shape, shape.dtype)
         for name, shape in _buffer_shapes(spec, batch_size).items()
     }
@@ -164,9 +164,7 @@ def _init_state(
     return ReplayState(checkpoint=initial, buffer=InputBuffer(**buffer), pointer=pointer)
 
 
-def _buffer_shapes(
-    spec: ReplaySpec, batch_size: int
-) -> dict[str, jax.ShapeDtypeStruct | None]:
+def _buffer_shapes(spec: ReplaySpec, batch_size: int) -> dict[str, jax.ShapeDtypeStruct | None]:
     slots = (batch_size, spec.capacity)
     heads = (*slots, spec.num_heads)
     gate = jax.ShapeDtypeStruct(heads, spec.compute_dtype)
@@ -226,7 +224,8 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
             )
         if found.dtype != want.dtype:
             raise TypeError(
-                f"{name} of the state must be {jnp.dtype(want.dtype).name}, found {found.dtype.name}"
+                f"{name} of the state must be {jnp.dtype(want.dtype).name}, found "
+                f"{found.dtype.name}"
             )
     return batch_size
 
@@ -344,7 +343,7 @@ def insert(
     Args:
       spec: the layer.
       state: B slots, with ragged pointers.
-      slots: int [B'], the slot for each row of `other`. Slot -1 and slots out of range touch no row.
+      slots: int [B'], the slot of each row of `other`. Slot -1 and slots out of range touch none.
       other: B' rows, with ragged or scalar pointers.
 
     Raises:
@@ -370,15 +369,14 @@ def _insert(
     spec: ReplaySpec, state: ReplayState, slots: jax.Array, other: ReplayState
 ) -> ReplayState:
     batch_size, num_rows = state.checkpoint.shape[0], other.checkpoint.shape[0]
+    slots = slots.astype(jnp.int32)
     checkify.debug_check(
         jnp.all((slots >= -1) & (slots < batch_size)), "insert: slots out of range"
     )
     # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
     slots = jnp.where((slots >= 0) & (slots < batch_size), slots, batch_size)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), other.pointer)
-    other = dataclasses.replace(
-        other, pointer=dataclasses.replace(rows, phase=state.pointer.phase)
-    )
+    other = dataclasses.replace(other, pointer=dataclasses.replace(rows, phase=state.pointer.phase))
     return jax.tree.map(lambda pool, new: pool.at[slots].set(new, mode="drop"), state, other)
 
 
@@ -407,6 +405,7 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
 @functools.partial(jax.jit, static_argnames="spec")
 def _take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     batch_size = state.checkpoint.shape[0]
+    rows = rows.astype(jnp.int32)
     checkify.debug_check(jnp.all((rows >= -1) & (rows < batch_size)), "take: rows out of range")
     rows = jnp.where(rows >= 0, rows, batch_size)
 

@@ -294,7 +294,7 @@ def _fold_operands(spec: ReplaySpec, records: Records) -> tuple[jax.Array, jax.A
 def _scores(
     spec: ReplaySpec, tokens: Tokens, vectors: jax.Array, pair_decay: jax.Array, *, strict: bool
 ) -> jax.Array:
-    """<k_j, exp(G_t - G_j) * r_t> over pairs, zero unless j <= t (j < t if strict), [B, T, J, H]."""
+    """<k_j, exp(G_t - G_j) * r_t>, zero unless j <= t (j < t if strict), as [B, T, J, H]."""
     order = jnp.arange(vectors.shape[1])
     mask = order[:, None] > order[None] if strict else order[:, None] >= order[None]
     mask = mask[None]

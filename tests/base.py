@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -218,7 +219,7 @@ class CoreSuite:
         before = tokens(inputs, 0, 1)
         for row, cuts in ((0, [0, 17, 18, 40, 50]), (1, [0, 33, 50])):
             pick = functools.partial(jax.tree.map, lambda x, row=row: x[row : row + 1])
-            for begin, end in zip(cuts, cuts[1:], strict=False):
+            for begin, end in itertools.pairwise(cuts):
                 initial = reference(spec, pick(before))[1] if row == 1 and begin == 0 else None
                 expected, expected_state = reference(
                     spec, tokens(pick(inputs), begin, end), initial
@@ -278,12 +279,16 @@ class CoreSuite:
             accepted = rng.integers(0, lengths + 1)
             index = np.minimum(position[:, None] + np.arange(4), 59)[:, :, None]
             draft = jax.tree.map(
-                lambda x, index=index: jnp.stack([row[i[:, 0]] for row, i in zip(x, index, strict=True)]),
+                lambda x, index=index: jnp.stack(
+                    [row[i[:, 0]] for row, i in zip(x, index, strict=True)]
+                ),
                 inputs,
             )
             output, state = self.jitted["verify"](spec, state, draft, jnp.asarray(lengths))
             chex.assert_trees_all_equal(
-                jnp.where(jnp.arange(4)[None, :, None, None] < lengths[:, None, None, None], 0, output),
+                jnp.where(
+                    jnp.arange(4)[None, :, None, None] < lengths[:, None, None, None], 0, output
+                ),
                 jnp.zeros_like(output),
             )
             state = rs.commit(spec, state, jnp.asarray(accepted))
@@ -329,15 +334,15 @@ class CoreSuite:
             runs = [self.jitted["verify"](spec, state, draft) for _ in range(5)]
             for run in runs[1:]:
                 chex.assert_trees_all_equal(run, runs[0])
-            live = (jnp.arange(spec.capacity)[None] - state.pointer.start.reshape(-1, 1)) % spec.capacity
+            live = (
+                jnp.arange(spec.capacity)[None] - state.pointer.start.reshape(-1, 1)
+            ) % spec.capacity
             live = live < state.pointer.length.reshape(-1, 1)
             for before, after in zip(
                 jax.tree.leaves(state.buffer), jax.tree.leaves(runs[0][1].buffer), strict=True
             ):
                 mask = live.reshape(*live.shape, *(1,) * (before.ndim - 2))
-                chex.assert_trees_all_equal(
-                    jnp.where(mask, before, 0), jnp.where(mask, after, 0)
-                )
+                chex.assert_trees_all_equal(jnp.where(mask, before, 0), jnp.where(mask, after, 0))
             state = rs.commit(spec, runs[0][1], 3)
 
     def test_donated_buffers_equal_fresh_ones(self, family):

@@ -10,12 +10,16 @@ import replayssm_jax as rs
 
 # Dims are odd on purpose: nothing may depend on powers of two.
 FAMILIES = {
-    "mamba2": dict(num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="scalar"),
+    "mamba2": dict(
+        num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="scalar"
+    ),
     "gated_delta_net": dict(
         num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="delta", decay="scalar"
     ),
     "kda": dict(num_heads=3, num_groups=3, value_dim=12, key_dim=10, rule="delta", decay="channel"),
-    "gla": dict(num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="channel"),
+    "gla": dict(
+        num_heads=4, num_groups=2, value_dim=12, key_dim=10, rule="additive", decay="channel"
+    ),
 }
 
 
@@ -84,16 +88,20 @@ def assert_close(found, expected, tolerance=1e-5, name="output"):
 
 
 def poison_dead_slots(spec, state):
-    """NaN in every ring slot that holds no committed or pending record, and in fresh checkpoints."""
+    """NaN in every slot without a committed or pending record, and in fresh checkpoints."""
     pointer = state.pointer
     offset = (jnp.arange(spec.capacity)[None] - pointer.start.reshape(-1, 1)) % spec.capacity
     dead = offset >= (pointer.length + pointer.pending).reshape(-1, 1)
 
     def poison(ring):
-        mask = jnp.broadcast_to(dead, ring.shape[:2]).reshape(*ring.shape[:2], *(1,) * (ring.ndim - 2))
+        mask = jnp.broadcast_to(dead, ring.shape[:2]).reshape(
+            *ring.shape[:2], *(1,) * (ring.ndim - 2)
+        )
         return jnp.where(mask, jnp.asarray(jnp.nan, ring.dtype), ring)
 
-    fresh = jnp.broadcast_to(pointer.fresh.reshape(-1, 1, 1, 1), (state.checkpoint.shape[0], 1, 1, 1))
+    fresh = jnp.broadcast_to(
+        pointer.fresh.reshape(-1, 1, 1, 1), (state.checkpoint.shape[0], 1, 1, 1)
+    )
     return dataclasses.replace(
         state,
         buffer=jax.tree.map(poison, state.buffer),

@@ -1,0 +1,436 @@
+"""generate and stream: batch decoding in one compiled loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replayssm_jax.layers.mixer import Decode
+from replayssm_jax.loops import scan_steps, while_loop
+from replayssm_jax.models.cache import HybridCache
+from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.models.restack import unstack_layers
+from replayssm_jax.prompts import Prompt, as_prompt, bucket
+from replayssm_jax.sampling import Sampling, draw, row_keys
+from replayssm_jax.spec import round_up
+from replayssm_jax.stopping import StopReason, Stops
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateState:
+    """Where a generation stands, to go on from: it has seen the prompt and every new token.
+
+    Attributes:
+      cache: of the model.
+      logits: float32 [B, V], of the next token.
+      seen: [B, V] bool, tokens so far; None unless a repetition penalty was in use.
+    """
+
+    cache: HybridCache
+    logits: jax.Array
+    seen: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns.
+
+    Attributes:
+      tokens: [B, N] int32, the new tokens, a stop token or sequence included; then `pad_token`.
+      lengths: [B] int32, new tokens of each row.
+      stop_reason: [B] int32, a `StopReason`.
+      logprobs: [B, N] float32, log_softmax(logits / temperature) of each token, untruncated and
+        without penalty; a greedy row counts as temperature 1. 0 after the end.
+      sampling_logprobs: [B, N] float32, of the distribution that the token was drawn from, after
+        penalty and truncation; 0 for greedy rows and after the end.
+      state: with `return_state`, where to go on from.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    stop_reason: jax.Array
+    logprobs: jax.Array
+    sampling_logprobs: jax.Array
+    state: GenerateState | None = None
+
+
+class _Control(NamedTuple):
+    """What steers the loop and does not change in it."""
+
+    sampling: Sampling
+    stops: Stops
+    keys: jax.Array | None
+    limits: jax.Array
+    pad_token: jax.Array
+
+
+class _Carry(NamedTuple):
+    state: GenerateState
+    column: jax.Array
+    done: jax.Array
+    reason: jax.Array
+    counts: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+    sampling_logprobs: jax.Array
+
+
+def generate(
+    model: HybridLM,
+    prompt: Any,
+    *,
+    max_new_tokens: Any,
+    lengths: Any = None,
+    valid: Any = None,
+    key: jax.Array | None = None,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    repetition_penalty: Any = None,
+    stop_tokens: Any = None,
+    stop_sequences: Any = None,
+    pad_token: int = 0,
+    bos_token: int | None = None,
+    capacity: int | None = None,
+    cache_size: int | None = None,
+    decode: Decode = "replay",
+    state: GenerateState | None = None,
+    return_state: bool = False,
+    unstack: bool = True,
+) -> GenerateOutput:
+    """Continue prompts, all rows in one compiled loop.
+
+    The loop is compiled once for each batch size, prompt width and (rounded) capacity, and then
+    serves other weights of the same structure, limits, keys, sampling values and stop tokens.
+    Randomness is folded from a row's key and the position of the token, so with one key for each
+    row its tokens depend neither on its neighbours nor on its place in the batch.
+
+    Args:
+      model: a `HybridLM`.
+      prompt: int [B, T], or a list of B token lists of any lengths.
+      max_new_tokens: an int, or int [B] for a limit of each row.
+      lengths: [B], real tokens at the front of each row (padded on the right).
+      valid: [B, T] bool, real tokens in any pattern (padded on the left), instead of `lengths`.
+      key: a PRNG key, or [B] keys; needed when a temperature is given.
+      temperature: scalar or [B]; 0 is greedy, and without it every row is.
+      top_k: scalar or [B], keep the k likeliest tokens.
+      top_p: scalar or [B], keep the likeliest tokens until their probability reaches p.
+      min_p: scalar or [B], keep tokens with at least p times the probability of the likeliest.
+      repetition_penalty: scalar or [B], makes tokens that the sequence already holds less likely.
+      stop_tokens: an int, [S] or [B, S] token ids that end a row; -1 stops nothing.
+      stop_sequences: token sequences that end a row once its last new tokens equal one of them.
+      pad_token: fills `tokens` after a row's end.
+      bos_token: the token that a row with an empty prompt starts from.
+      capacity: static number of new tokens that the loop has room for, `max_new_tokens` rounded
+        up by default. Limits above it are cut to it.
+      cache_size: positions of the KV caches, by default enough for prompt and new tokens. Rows
+        end with `StopReason.LENGTH` when it is full.
+      decode: "replay", or "recurrent" for conventional decoding of the same weights.
+      state: from an earlier call with `return_state`; `prompt` then continues its rows and may be
+        empty. Its buffers are donated: do not use it again.
+      return_state: return the state. Rows that have ended then stay exactly where they are.
+      unstack: whether a model with `scan_layers` is unstacked before the loop. Otherwise the loop
+        slices the stacked weights at every step: slower, but it compiles in a time that does not
+        grow with depth and holds no second copy of the weights. Must be the same for a `state`.
+
+    Returns:
+      A `GenerateOutput`. An empty batch gives empty arrays.
+
+    Raises:
+      TypeError, ValueError: wrong shapes or dtypes, sampling options out of range, a temperature
+        without a key, an empty prompt without `bos_token`, a prompt that is longer than the cache.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    width, capacity = _widths(max_new_tokens, capacity)
+    if len(prompt) == 0:
+        return _empty(width)
+    control, carry = _start(
+        model,
+        as_prompt(
+            prompt,
+            lengths=lengths,
+            valid=valid,
+            bos_token=bos_token,
+            continues=state is not None,
+        ),
+        max_new_tokens=max_new_tokens,
+        key=key,
+        sampling=sampling,
+        stops=(stop_tokens, stop_sequences),
+        pad_token=pad_token,
+        capacity=capacity,
+        cache_size=cache_size,
+        decode=decode,
+        state=state,
+        ragged=return_state or state is not None,
+        unstack=unstack,
+    )
+    carry = _decode(model, carry, control, unstack)
+    return GenerateOutput(
+        tokens=carry.tokens[:, :width],
+        lengths=carry.counts,
+        stop_reason=carry.reason,
+        logprobs=carry.logprobs[:, :width],
+        sampling_logprobs=carry.sampling_logprobs[:, :width],
+        state=carry.state if return_state else None,
+    )
+
+
+def stream(
+    model: HybridLM, prompt: Any, *, max_new_tokens: Any, chunk: int = 1, **options: Any
+) -> Iterator[np.ndarray]:
+    """Yield the new tokens [B] int32 of every row as they are decoded, `pad_token` after its end.
+
+    Ends when every row has. The tokens are those of `generate` with the same arguments.
+
+    Args:
+      model: a `HybridLM`.
+      prompt: as in `generate`.
+      max_new_tokens: as in `generate`.
+      chunk: tokens that are decoded for each call of the device. Tokens arrive sooner with 1, and
+        faster with the model's replay window.
+      **options: the rest of `generate`'s arguments, without `return_state`.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, found {chunk}")
+    if len(prompt) == 0:
+        return
+    _, capacity = _widths(max_new_tokens, options.pop("capacity", None))
+    state, unstack = options.pop("state", None), options.pop("unstack", True)
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    masks = {name: options.pop(name, None) for name in ("lengths", "valid", "bos_token")}
+    control, carry = _start(
+        model,
+        as_prompt(prompt, continues=state is not None, **masks),
+        max_new_tokens=max_new_tokens,
+        key=options.pop("key", None),
+        sampling=Sampling(**{name: options.pop(name, None) for name in names}),
+        stops=(options.pop("stop_tokens", None), options.pop("stop_sequences", None)),
+        pad_token=options.pop("pad_token", 0),
+        capacity=capacity,
+        cache_size=options.pop("cache_size", None),
+        decode=options.pop("decode", "replay"),
+        state=state,
+        ragged=state is not None,
+        unstack=unstack,
+    )
+    if options:
+        raise TypeError(f"stream got unknown arguments {sorted(options)}")
+    lengths = np.zeros_like(np.asarray(carry.counts))
+    done = np.asarray(carry.done)
+    sent = 0
+    while not done.all():
+        carry = _decode_chunk(model, carry, control, chunk, unstack)
+        done, lengths = np.asarray(carry.done), np.asarray(carry.counts)
+        tokens = np.asarray(carry.tokens)
+        for column in range(sent, int(lengths.max())):
+            yield tokens[:, column]
+        sent = int(lengths.max())
+
+
+def _widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
+    """Columns to return, and to compile for."""
+    if isinstance(max_new_tokens, jax.core.Tracer):
+        if capacity is None:
+            raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
+        return capacity, capacity
+    known = np.asarray(max_new_tokens)
+    if not np.issubdtype(known.dtype, np.integer) or known.min(initial=0) < 0:
+        raise ValueError(f"max_new_tokens must be integers of at least 0, found {known.tolist()}")
+    width = int(known.max(initial=0))
+    if capacity is None:
+        return width, bucket(width)
+    return min(width, capacity), capacity
+
+
+def _empty(width: int) -> GenerateOutput:
+    zeros = jnp.zeros((0, width), jnp.float32)
+    rows = jnp.zeros((0,), jnp.int32)
+    return GenerateOutput(zeros.astype(jnp.int32), rows, rows, zeros, zeros)
+
+
+def _start(
+    model: HybridLM,
+    prompt: Prompt,
+    *,
+    max_new_tokens: Any,
+    key: jax.Array | None,
+    sampling: Sampling,
+    stops: tuple[Any, Any],
+    pad_token: int,
+    capacity: int,
+    cache_size: int | None,
+    decode: Decode,
+    state: GenerateState | None,
+    ragged: bool,
+    unstack: bool,
+) -> tuple[_Control, _Carry]:
+    """Check the arguments and prefill."""
+    batch_size, width = prompt.tokens.shape
+    keys = row_keys(key, batch_size)
+    if sampling.temperature is not None and keys is None:
+        raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
+    sampling = sampling.checked(batch_size)
+    if np.shape(max_new_tokens) not in ((), (batch_size,)):
+        raise ValueError(
+            f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
+        )
+    limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
+    if state is None:
+        size = cache_size or round_up(width + capacity, 64)
+        shapes = jax.eval_shape(unstack_layers, model) if unstack else model
+        cache = shapes.init_cache(batch_size, size, decode=decode, ragged=ragged)
+        seen = None
+        if sampling.repetition_penalty is not None:
+            seen = jnp.zeros((batch_size, model.config.vocab_size), bool)
+        logits = jnp.zeros((batch_size, model.config.vocab_size), jnp.float32)
+        state = GenerateState(cache, logits, seen)
+    elif sampling.repetition_penalty is not None and state.seen is None:
+        raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
+    _check_room(prompt, state.cache)
+    control = _Control(
+        sampling=sampling,
+        stops=Stops.make(batch_size, *stops),
+        keys=keys,
+        limits=limits,
+        pad_token=jnp.asarray(pad_token, jnp.int32),
+    )
+    return control, _prefill(model, prompt, state, control, capacity, unstack)
+
+
+def _check_room(prompt: Prompt, cache: HybridCache) -> None:
+    size = cache.size
+    if size is None:
+        return
+    valid = prompt.valid
+    used: Any = cache.progress.position
+    counts: Any = prompt.tokens.shape[1]
+    if valid is not None:
+        counts = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    total = used + counts
+    if isinstance(total, jax.core.Tracer):
+        return
+    longest = int(np.max(np.asarray(total)))
+    if longest > size:
+        raise ValueError(f"the prompt needs {longest} positions, the cache holds {size}")
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "unstack"), donate_argnames="state")
+def _prefill(
+    model: HybridLM,
+    prompt: Prompt,
+    state: GenerateState,
+    control: _Control,
+    capacity: int,
+    unstack: bool,
+) -> _Carry:
+    model = unstack_layers(model) if unstack else model
+    tokens, valid = prompt
+    batch_size, width = tokens.shape
+    logits, seen = state.logits, state.seen
+    cache = state.cache
+    if width:
+        new, cache = model.prefill(tokens, cache, valid=valid, last_only=True)
+        if valid is None:
+            logits = new
+        else:
+            logits = jnp.where(jnp.any(valid, axis=1)[:, None], new, logits)
+        if seen is not None:
+            rows = jnp.arange(batch_size)[:, None]
+            at = tokens if valid is None else jnp.where(valid, tokens, seen.shape[1])
+            seen = seen.at[rows, at].set(True, mode="drop")
+    limits = jnp.minimum(control.limits, capacity)
+    if cache.size is not None:
+        limits = jnp.minimum(limits, cache.size - cache.progress.position)
+    done = limits <= 0
+    zeros = jnp.zeros((batch_size, capacity), jnp.float32)
+    return _Carry(
+        state=GenerateState(cache, logits, seen),
+        column=jnp.zeros((), jnp.int32),
+        done=done,
+        reason=jnp.where(done, jnp.int32(StopReason.LENGTH), 0),
+        counts=jnp.zeros((batch_size,), jnp.int32),
+        tokens=jnp.full((batch_size, capacity), control.pad_token, jnp.int32),
+        logprobs=zeros,
+        sampling_logprobs=zeros,
+    )
+
+
+def _body(model: HybridLM, control: _Control, carry: _Carry) -> _Carry:
+    state, column = carry.state, carry.column
+    cache, live = state.cache, ~carry.done
+    drawn = draw(
+        control.sampling,
+        state.logits,
+        keys=control.keys,
+        positions=cache.progress.position,
+        seen=state.seen,
+    )
+    token = jnp.where(live, drawn.token, control.pad_token)
+
+    def put(buffer: jax.Array, values: jax.Array) -> jax.Array:
+        values = jnp.where(live, values, jnp.zeros_like(values))
+        return buffer.at[:, column].set(values, mode="drop")
+
+    tokens = carry.tokens.at[:, column].set(token, mode="drop")
+    counts = carry.counts + live.astype(jnp.int32)
+    limits = jnp.minimum(control.limits, tokens.shape[1])
+    if cache.size is not None:
+        limits = jnp.where(cache.progress.position + 1 >= cache.size, counts, limits)
+    reason = control.stops.reason(tokens, column)
+    reason = jnp.where((reason == 0) & (counts >= limits), jnp.int32(StopReason.LENGTH), reason)
+    # Rows of a scalar pointer all move on; what an ended row computes is not looked at.
+    ragged = cache.pointer is not None and cache.pointer.is_ragged
+    lengths = live.astype(jnp.int32) if ragged or cache.pointer is None else None
+    logits, cache = model.step(token, cache, lengths=lengths)
+    seen = state.seen
+    if seen is not None:
+        rows = jnp.arange(token.shape[0])
+        seen = seen.at[rows, jnp.where(live, token, seen.shape[1])].set(True, mode="drop")
+    return _Carry(
+        state=GenerateState(cache, jnp.where(live[:, None], logits, state.logits), seen),
+        column=column + 1,
+        done=carry.done | (reason > 0),
+        reason=jnp.where(live, reason, carry.reason),
+        counts=counts,
+        tokens=tokens,
+        logprobs=put(carry.logprobs, drawn.logprob),
+        sampling_logprobs=put(carry.sampling_logprobs, drawn.sampling_logprob),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="unstack", donate_argnames="carry")
+def _decode(model: HybridLM, carry: _Carry, control: _Control, unstack: bool) -> _Carry:
+    model = unstack_layers(model) if unstack else model
+    body = functools.partial(_body, model, control)
+
+    def unfinished(carry: _Carry) -> jax.Array:
+        return ~jnp.all(carry.done)
+
+    if carry.state.cache.pointer is None:
+        return jax.lax.while_loop(unfinished, body, carry)
+    return while_loop(unfinished, body, carry, window=model.config.replay_window)
+
+
+@functools.partial(jax.jit, static_argnames=("chunk", "unstack"), donate_argnames="carry")
+def _decode_chunk(
+    model: HybridLM, carry: _Carry, control: _Control, chunk: int, unstack: bool
+) -> _Carry:
+    model = unstack_layers(model) if unstack else model
+
+    def body(carry: _Carry, _: None) -> tuple[_Carry, None]:
+        return _body(model, control, carry), None
+
+    window = model.config.replay_window
+    if carry.state.cache.pointer is None or chunk % window:
+        return jax.lax.scan(body, carry, None, chunk)[0]
+    return scan_steps(body, carry, None, chunk, window=window)[0]

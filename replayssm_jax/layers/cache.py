@@ -1,0 +1,144 @@
+"""Caches of the layers, and how a model lets all of them share one pointer and one progress."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax.layers.progress import Progress
+from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import Pointer, ReplayState, emptied
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixerCache:
+    """Cache of a replay mixer.
+
+    Attributes:
+      history: [B, W, C] ring of raw convolution inputs, W = kernel_size - 1 + max_tokens.
+      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself.
+      progress: tokens of each row; None inside a model's cache, which holds one for all layers.
+    """
+
+    history: jax.Array
+    state: ReplayState | jax.Array
+    progress: Progress | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Cache of an attention layer; the token at position p of a row lives in slot p.
+
+    Attributes:
+      key: [B, S, K, D].
+      value: [B, S, K, D].
+      progress: tokens of each row; None inside a model's cache.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    progress: Progress | None
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, MixerCache | KVCache)
+
+
+def _with_pointer(state: ReplayState, pointer: Any) -> ReplayState:
+    return dataclasses.replace(state, pointer=pointer)
+
+
+def attach(caches: T, pointer: Pointer | None, progress: Progress) -> T:
+    """Give every layer cache in `caches` the shared pointer and progress."""
+
+    def give(cache: Any) -> Any:
+        if isinstance(cache, MixerCache) and isinstance(cache.state, ReplayState):
+            state = _with_pointer(cache.state, pointer)
+            return dataclasses.replace(cache, state=state, progress=progress)
+        return dataclasses.replace(cache, progress=progress)
+
+    return jax.tree.map(give, caches, is_leaf=_is_cache)
+
+
+def detach(caches: T) -> tuple[T, Pointer | None]:
+    """Take pointer and progress out of every layer cache; also return the pointer found."""
+    pointers = []
+
+    def strip(cache: Any) -> Any:
+        if isinstance(cache, MixerCache) and isinstance(cache.state, ReplayState):
+            pointers.append(cache.state.pointer)
+            state = _with_pointer(cache.state, None)
+            return dataclasses.replace(cache, state=state, progress=None)
+        return dataclasses.replace(cache, progress=None)
+
+    stripped = jax.tree.map(strip, caches, is_leaf=_is_cache)
+    return stripped, pointers[0] if pointers else None
+
+
+def take_rows(cache: T, rows: jax.Array) -> T:
+    """Gather rows of batch-first leaves: a fork, a snapshot, a beam. Repeats are allowed.
+
+    A scalar pointer stays as it is.
+    """
+
+    def take(x: jax.Array) -> jax.Array:
+        return jnp.take(x, rows, axis=0, mode="clip") if x.ndim else x
+
+    return jax.tree.map(take, cache)
+
+
+def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
+    """Copy the rows of `other` into `slots` [B'] of batch-first leaves.
+
+    Slot -1 and slots out of range touch no row.
+
+    Raises:
+      ValueError: leaves whose shapes differ in more than the batch, or a scalar pointer.
+    """
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        if not x.ndim or x.shape[1:] != new.shape[1:]:
+            raise ValueError(
+                f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be ragged, "
+                "of the same model and of the same size"
+            )
+        at = jnp.where((slots >= 0) & (slots < x.shape[0]), slots, x.shape[0])
+        return x.at[at].set(new.astype(x.dtype), mode="drop")
+
+    return jax.tree.map(put, cache, other)
+
+
+def reset_pointer(spec: ReplaySpec, pointer: Pointer, where: jax.Array) -> Pointer:
+    """Empty the rings of the rows `where` [B]; their checkpoints count as zero from now on."""
+    if not pointer.is_ragged:
+        raise ValueError("reset needs a pointer for every row: make the cache with ragged=True")
+    moved = emptied(spec, pointer, where)
+    return dataclasses.replace(moved, fresh=moved.fresh | where)
+
+
+def reset_rows(cache: T, where: jax.Array) -> T:
+    """Empty the rows `where` [B] of what a layer cache holds beside its pointer.
+
+    Rings need nothing, since their pointer and progress move. KV slots are zeroed: attention
+    multiplies dead values by a zero weight, and one that is not finite would survive that.
+    """
+
+    def clear(x: jax.Array) -> jax.Array:
+        return jnp.where(where.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros_like(x), x)
+
+    def reset(one: Any) -> Any:
+        progress = None if one.progress is None else one.progress.reset(where)
+        if isinstance(one, KVCache):
+            return KVCache(clear(one.key), clear(one.value), progress)
+        if not isinstance(one.state, ReplayState):
+            one = dataclasses.replace(one, state=clear(one.state))
+        return dataclasses.replace(one, progress=progress)
+
+    return jax.tree.map(reset, cache, is_leaf=_is_cache)

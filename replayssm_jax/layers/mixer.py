@@ -1,0 +1,224 @@
+"""ReplayMixer: what the mixers share: projection, convolution, replay, output.
+
+A family says how the hidden state becomes convolution channels, how these become token records,
+and how the recurrence's output becomes the layer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from replayssm_jax.decode import commit, verify
+from replayssm_jax.inputs import TokenInputs
+from replayssm_jax.layers.cache import MixerCache, reset_pointer, reset_rows
+from replayssm_jax.layers.causal_conv import CausalConv
+from replayssm_jax.layers.progress import Progress, Span
+from replayssm_jax.layers.sharding import MeshAxes, run_sharded
+from replayssm_jax.prefill import prefill
+from replayssm_jax.recurrence import recurrent_step
+from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import ReplayState, init_state, materialize
+
+Mode = Literal["prefill", "verify"]
+Decode = Literal["replay", "recurrent"]
+
+
+class ReplayMixer(nnx.Module):
+    """Base of the mixers; `spec` and `conv` are set by the family.
+
+    `y, cache = layer(x, cache)` advances by the T tokens of `x` [B, T, d_model]: a single token is
+    decoded through the ring, more are prefilled. `verify` and `commit` are for drafts.
+    """
+
+    spec: ReplaySpec
+    conv: CausalConv
+    mesh_axes: MeshAxes | None = None
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Map x [B, T, d_model] to convolution channels [B, T, C] and what else `output` needs."""
+        raise NotImplementedError
+
+    def records(self, channels: jax.Array, rest: Any) -> TokenInputs:
+        """Map convolved channels [B, T, C] to token records."""
+        raise NotImplementedError
+
+    def output(self, o: jax.Array, inputs: TokenInputs, rest: Any) -> jax.Array:
+        """Map the recurrence's output [B, T, H, P] to y [B, T, d_model]."""
+        raise NotImplementedError
+
+    def init_cache(
+        self,
+        batch_size: int,
+        size: int = 0,
+        dtype: Any = None,
+        *,
+        decode: Decode = "replay",
+        ragged: bool = True,
+    ) -> MixerCache:
+        """Return the cache of `batch_size` empty rows.
+
+        Args:
+          batch_size: B.
+          size: ignored: the cache does not grow with the sequence.
+          dtype: dtype of the convolution history, the layer's own by default. The checkpoint is
+            float32 whatever this says.
+          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          ragged: whether each row has its own replay pointer.
+        """
+        del size
+        state: ReplayState | jax.Array
+        if decode == "replay":
+            state = init_state(self.spec, batch_size, ragged=ragged)
+        elif decode == "recurrent":
+            state = jnp.zeros(self.spec.state_shape(batch_size), self.spec.state_dtype)
+        else:
+            raise ValueError(f'decode must be "replay" or "recurrent", found {decode!r}')
+        history = self.conv.init_history(batch_size, dtype)
+        return MixerCache(history, state, Progress.zeros(batch_size))
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: MixerCache | None = None,
+        *,
+        lengths: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+    ) -> tuple[jax.Array, MixerCache | None]:
+        """Advance by the tokens of `x` and commit them.
+
+        Args:
+          x: [B, T, d_model].
+          cache: from `init_cache`; None runs the sequence from nothing and keeps nothing
+            (training).
+          lengths: [B] int32, real tokens at the front of each row.
+          valid: [B, T] bool, any pattern of real tokens, instead of `lengths`.
+          resets: [B, T] bool, forget everything before this token.
+
+        Returns:
+          y [B, T, d_model], zero where a token is not real, and the cache.
+        """
+        if cache is not None and x.shape[1] == 1 and resets is None:
+            if valid is not None:
+                lengths = valid[:, 0].astype(jnp.int32)
+            y, cache = self.verify(x, cache, lengths=lengths)
+            return y, self.commit(cache, 1 if lengths is None else jnp.minimum(lengths, 1))
+        position = jnp.zeros((x.shape[0],), jnp.int32)
+        if cache is not None:
+            assert cache.progress is not None
+            position = cache.progress.position
+        span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
+        y, cache = self.advance(x, cache, span, mode="prefill")
+        if cache is not None:
+            assert cache.progress is not None
+            cache = dataclasses.replace(cache, progress=cache.progress.prefilled(span))
+        return y, cache
+
+    def verify(
+        self, x: jax.Array, cache: MixerCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, MixerCache]:
+        """Run T <= max_tokens drafts [B, T, d_model]; they stay pending until `commit`."""
+        assert cache.progress is not None
+        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
+        y, new = self.advance(x, cache, span, mode="verify")
+        assert new is not None and new.progress is not None
+        return y, dataclasses.replace(new, progress=new.progress.drafted(span))
+
+    def commit(self, cache: MixerCache, accepted: jax.Array | int) -> MixerCache:
+        """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
+        assert cache.progress is not None
+        state = cache.state
+        if isinstance(state, ReplayState):
+            state = commit(self.spec, state, accepted)
+        return dataclasses.replace(cache, state=state, progress=cache.progress.commit(accepted))
+
+    def reset(self, cache: MixerCache, where: jax.Array) -> MixerCache:
+        """Empty the rows `where` [B] bool, at the cost of moving their pointer."""
+        cache = reset_rows(cache, where)
+        state = cache.state
+        if isinstance(state, ReplayState):
+            pointer = reset_pointer(self.spec, state.pointer, where)
+            state = dataclasses.replace(state, pointer=pointer)
+        return dataclasses.replace(cache, state=state)
+
+    def advance(
+        self, x: jax.Array, cache: MixerCache | None, span: Span, *, mode: Mode
+    ) -> tuple[jax.Array, MixerCache | None]:
+        """Run the layer at `span`; the returned cache's progress has not moved yet."""
+        channels, rest = self.project(x)
+        history = None if cache is None else cache.history
+        channels, history = self.conv.convolve(channels, history, span, drafts=mode == "verify")
+        inputs = self.records(channels, rest)
+        state = None if cache is None else cache.state
+        o, state = self._recur(state, inputs, span, mode)
+        y = span.masked(self.output(o, inputs, rest))
+        if cache is None:
+            return y, None
+        assert history is not None and state is not None
+        return y, dataclasses.replace(cache, history=history, state=state)
+
+    def local_spec(self) -> tuple[ReplaySpec, str | None]:
+        """Return the spec of one device's part of the layer, and the mesh axis of its heads."""
+        axes = self.mesh_axes
+        if axes is None:
+            return self.spec, None
+        heads = axes.heads(self.spec.num_groups)
+        parts = axes.size(heads)
+        spec = dataclasses.replace(
+            self.spec,
+            num_heads=self.spec.num_heads // parts,
+            num_groups=self.spec.num_groups // parts,
+        )
+        return spec, heads
+
+    def _recur(
+        self, state: ReplayState | jax.Array | None, inputs: TokenInputs, span: Span, mode: Mode
+    ) -> tuple[jax.Array, ReplayState | jax.Array | None]:
+        axes = self.mesh_axes
+        if axes is None:
+            return _recur(self.spec, mode, state, inputs, span)
+        spec, heads = self.local_spec()
+        f = functools.partial(_recur, spec, mode)
+        return run_sharded(f, axes, heads, state, inputs, span)
+
+
+def _recur(
+    spec: ReplaySpec,
+    mode: Mode,
+    state: ReplayState | jax.Array | None,
+    inputs: TokenInputs,
+    span: Span,
+) -> tuple[jax.Array, ReplayState | jax.Array | None]:
+    """Run the records through replay, or conventional decoding where `state` is an array."""
+    if isinstance(state, ReplayState):
+        if mode == "verify":
+            return verify(spec, state, inputs, lengths=span.lengths)
+        ragged = state.pointer.is_ragged
+        return prefill(
+            spec,
+            state,
+            inputs,
+            lengths=span.lengths if ragged else None,
+            valid=span.valid if ragged else span.live,
+            resets=span.resets,
+        )
+    if state is not None and mode == "verify":
+        if inputs.v.shape[1] != 1:
+            raise ValueError(
+                "conventional decoding cannot roll back drafts: it takes T = 1, found "
+                f"T={inputs.v.shape[1]}"
+            )
+        o, new = recurrent_step(spec, state, inputs)
+        if span.live is None:
+            return o, new
+        live = span.live[:, :, None, None]
+        return jnp.where(live, o, jnp.zeros_like(o)), jnp.where(live, new, state)
+    replay = init_state(spec, inputs.v.shape[0], state, layout=None if state is None else "vk")
+    o, replay = prefill(spec, replay, inputs, valid=span.live, resets=span.resets)
+    return o, None if state is None else materialize(spec, replay)

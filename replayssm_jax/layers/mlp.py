@@ -1,0 +1,63 @@
+"""Feed-forward layers: SwiGLU and squared ReLU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from replayssm_jax.layers.activations import ACTIVATIONS, default_kernel_init
+
+
+class MLP(nnx.Module):
+    """down(act(up(x))), or with a gate down(act(gate(x)) * up(x)).
+
+    Args:
+      d_model: width of the hidden state.
+      d_ff: inner width.
+      activation: "silu" (with `gated` this is SwiGLU), "relu2", "gelu".
+      gated: whether there is a gate projection.
+      use_bias: whether the projections have biases.
+      dtype, param_dtype, kernel_init, out_kernel_init: as in `flax.nnx.Linear`.
+      rngs: of the parameters.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = default_kernel_init,
+        out_kernel_init: Any = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        def linear(features_in: int, features: int, init: Any) -> nnx.Linear:
+            return nnx.Linear(
+                features_in,
+                features,
+                use_bias=use_bias,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                kernel_init=init,
+                rngs=rngs,
+            )
+
+        self.activation = activation
+        self.gate_proj = nnx.data(linear(d_model, d_ff, kernel_init) if gated else None)
+        self.up_proj = linear(d_model, d_ff, kernel_init)
+        self.down_proj = linear(d_ff, d_model, out_kernel_init)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map x [..., d_model] to [..., d_model]."""
+        act = ACTIVATIONS[self.activation]
+        up = self.up_proj(x)
+        if self.gate_proj is None:
+            return self.down_proj(act(up))
+        return self.down_proj(act(self.gate_proj(x)) * up)

@@ -1,0 +1,363 @@
+"""HybridLM: a language model of SSM and attention blocks that decodes by replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from replayssm_jax.layers import HybridBlock, RMSNorm
+from replayssm_jax.layers.activations import default_kernel_init
+from replayssm_jax.layers.cache import (
+    attach,
+    detach,
+    insert_rows,
+    reset_pointer,
+    reset_rows,
+    take_rows,
+)
+from replayssm_jax.layers.mixer import Decode, Mode, ReplayMixer
+from replayssm_jax.layers.progress import Progress, Span
+from replayssm_jax.layers.sharding import MeshAxes
+from replayssm_jax.models.build import build_block
+from replayssm_jax.models.cache import HybridCache
+from replayssm_jax.models.config import HybridConfig
+from replayssm_jax.models.partition import place
+from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
+from replayssm_jax.state import Pointer
+
+
+class HybridLM(nnx.Module):
+    """Hybrid language model.
+
+    `model(tokens)` is the training forward. For decoding, `init_cache`, then `prefill`, `step`, and
+    for drafts `verify` and `commit`; each returns the new cache and leaves the module as it is, so
+    the cache may be donated and the module split, merged and passed through `jax.jit` freely.
+
+    Args:
+      config: the model.
+      dtype: of activations and of what the caches record; checkpoints are float32 anyway.
+      param_dtype: of the projections' parameters.
+      rngs: of the parameters.
+    """
+
+    mesh_axes: MeshAxes | None = None
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        *,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.embed = nnx.Embed(
+            config.vocab_size,
+            config.d_model,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            embedding_init=nnx.initializers.normal(0.02),
+            rngs=rngs,
+        )
+        kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.blocks: nnx.List[HybridBlock] = nnx.List([])
+        for layers, count in config.segments:
+            copies = [[build_block(config, x, **kw) for x in layers] for _ in range(count)]
+            for same in zip(*copies, strict=True):
+                self.blocks.append(same[0] if count == 1 else stack_modules(same))
+        self.norm = RMSNorm(config.d_model, epsilon=config.norm_epsilon, rngs=rngs)
+        self.head = nnx.data(
+            None
+            if config.tie_embeddings
+            else nnx.Param(
+                default_kernel_init(rngs.params(), (config.d_model, config.vocab_size), param_dtype)
+            )
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the logits of whole sequences, differentiably.
+
+        Args:
+          tokens: int32 [B, T].
+          valid: [B, T] bool, any pattern of real tokens.
+          resets: [B, T] bool, forget everything before this token (packed documents).
+
+        Returns:
+          float32 [B, T, vocab].
+        """
+        _check_tokens(tokens)
+        position = jnp.zeros((tokens.shape[0],), jnp.int32)
+        span = Span.make(position, tokens.shape[1], valid=valid, resets=resets)
+        x = self._embed(tokens)
+        for blocks, count, _ in self.segments():
+            if count > 1:
+                x = scan_train(blocks, x, span, remat=self.config.remat)
+                continue
+            for block in blocks:
+                x = self._train_block(block, x, span)
+        return self._logits(x)
+
+    def init_cache(
+        self,
+        batch_size: int,
+        size: int,
+        dtype: Any = None,
+        *,
+        decode: Decode = "replay",
+        ragged: bool = True,
+    ) -> HybridCache:
+        """Return the cache of `batch_size` empty rows.
+
+        Args:
+          batch_size: B.
+          size: positions that the KV caches can hold.
+          dtype: of KV caches and convolution histories, the model's by default.
+          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          ragged: whether each row has its own replay pointer; with False all rows move together,
+            which `lengths` of `verify` and per-row `accepted` of `commit` do not allow.
+        """
+        layers: list[Any] = []
+        pointer = None
+        for blocks, count, _ in self.segments():
+            for block in blocks:
+                held, own = detach(
+                    block.init_cache(batch_size, size, dtype, decode=decode, ragged=ragged)
+                )
+                layers.append(held if count == 1 else stack_cache(held, count))
+                pointer = pointer if own is None else own
+        cache = HybridCache(tuple(layers), pointer, Progress.zeros(batch_size))
+        if self.mesh_axes is None:
+            return cache
+        rows = self.mesh_axes.size(self.mesh_axes.data)
+        if batch_size % rows:
+            raise ValueError(f"batch_size must be a multiple of {rows}, found {batch_size}")
+        return place(self, cache, self.mesh_axes)
+
+    def prefill(
+        self,
+        tokens: jax.Array,
+        cache: HybridCache,
+        *,
+        lengths: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+        last_only: bool = False,
+    ) -> tuple[jax.Array, HybridCache]:
+        """Run T tokens of any number and commit them; called again, it continues.
+
+        Args:
+          tokens: int32 [B, T].
+          cache: from `init_cache`.
+          lengths: [B] int32, real tokens at the front of each row (padded on the right).
+          valid: [B, T] bool, any pattern of real tokens (padded on the left), instead of `lengths`.
+          resets: [B, T] bool, forget everything before this token.
+          last_only: compute the logits of each row's last real token alone.
+
+        Returns:
+          Logits float32 [B, T, vocab], or with `last_only` [B, vocab], zero where a token is not
+          real or a row has none, and the cache.
+        """
+        _check_tokens(tokens)
+        position = cache.progress.position
+        num_tokens = tokens.shape[1]
+        if num_tokens == 0:
+            shape = tokens.shape[:1] if last_only else tokens.shape
+            return jnp.zeros((*shape, self.config.vocab_size), jnp.float32), cache
+        span = Span.make(position, num_tokens, lengths=lengths, valid=valid, resets=resets)
+        back = None
+        if span.valid is not None and resets is None:
+            # Moving the real tokens to the front once spares every convolution its own gather.
+            order = jnp.argsort(~span.valid, axis=1, stable=True)
+            tokens = jnp.take_along_axis(tokens, order, axis=1)
+            back = jnp.argsort(order, axis=1)
+            span = Span.make(position, num_tokens, lengths=span.counts)
+        x, layers, pointer = self._run(tokens, cache, span, "prefill")
+        cache = HybridCache(layers, pointer, cache.progress.prefilled(span))
+        live = valid if valid is not None else span.live
+        if last_only:
+            steps = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
+            at = span.counts - 1 if span.live is None else _last(span.live, steps)
+            x = jnp.take_along_axis(x, jnp.maximum(at, 0)[:, None, None], axis=1)
+            live = None if live is None else (span.counts > 0)[:, None]
+        elif back is not None:
+            x = jnp.take_along_axis(x, back[:, :, None], axis=1)
+        logits = self._logits(x)
+        if live is not None:
+            logits = jnp.where(live[:, :, None], logits, jnp.zeros_like(logits))
+        return logits[:, 0] if last_only else logits, cache
+
+    def step(
+        self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, HybridCache]:
+        """Decode one token a row: `verify` of one draft, committed.
+
+        Args:
+          tokens: int32 [B].
+          cache: from `init_cache`.
+          lengths: [B] int32, 1 for the rows that take the token, 0 for those that stay as they are.
+
+        Returns:
+          Logits float32 [B, vocab] and the cache.
+        """
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must have shape [B], found {tokens.shape}: one token a row")
+        logits, cache = self._verify(tokens[:, None], cache, lengths)
+        return logits[:, 0], self.commit(cache, 1 if lengths is None else lengths)
+
+    def verify(
+        self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, HybridCache]:
+        """Run T <= max_tokens drafts; they stay pending until `commit` accepts a prefix.
+
+        Args:
+          tokens: int32 [B, T].
+          cache: from `init_cache` with decode="replay".
+          lengths: [B] int32, how many drafts of each row are real; 0 leaves the row as it is.
+
+        Returns:
+          Logits float32 [B, T, vocab] and the cache.
+        """
+        _check_tokens(tokens)
+        if cache.pointer is None and any(set(b.mixers) - {"attention"} for b in self.config.blocks):
+            raise ValueError(
+                'conventional decoding cannot roll back drafts: make the cache with decode="replay"'
+            )
+        if not 1 <= tokens.shape[1] <= self.config.max_tokens:
+            raise ValueError(
+                f"T must be between 1 and max_tokens={self.config.max_tokens}, found "
+                f"T={tokens.shape[1]}"
+            )
+        return self._verify(tokens, cache, lengths)
+
+    def commit(self, cache: HybridCache, accepted: jax.Array | int) -> HybridCache:
+        """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row.
+
+        Here, and nowhere else, replay rings, convolution rings and KV caches move together.
+        """
+        progress = cache.progress.commit(accepted)
+        return dataclasses.replace(
+            cache, pointer=_commit_pointer(cache.pointer, accepted), progress=progress
+        )
+
+    def take(self, cache: HybridCache, rows: jax.Array) -> HybridCache:
+        """Return the given rows, int [B'], as a cache of their own; repeats are forks.
+
+        Row -1 and rows out of range give an empty row where the cache is ragged.
+        """
+        taken = take_rows(cache, rows)
+        if cache.pointer is not None and not cache.pointer.is_ragged:
+            return taken
+        empty = (rows < 0) | (rows >= cache.progress.position.shape[0])
+        return self.reset(taken, empty)
+
+    def insert(self, cache: HybridCache, slots: jax.Array, other: HybridCache) -> HybridCache:
+        """Copy the rows of `other` into `slots`, int [B'], of `cache`, whatever these held.
+
+        Slot -1 and slots out of range touch no row. Both caches must be ragged and of one size.
+        """
+        return insert_rows(cache, slots, other)
+
+    def reset(self, cache: HybridCache, where: jax.Array) -> HybridCache:
+        """Empty the rows `where` [B] bool; needs a ragged cache."""
+        pointer = cache.pointer
+        if pointer is not None:
+            mixers = (mixer for block in self.blocks for mixer in block.mixers)
+            spec = next(mixer.spec for mixer in mixers if isinstance(mixer, ReplayMixer))
+            pointer = reset_pointer(spec, pointer, where)
+        return HybridCache(reset_rows(cache.layers, where), pointer, cache.progress.reset(where))
+
+    def _verify(
+        self, tokens: jax.Array, cache: HybridCache, lengths: jax.Array | None
+    ) -> tuple[jax.Array, HybridCache]:
+        span = Span.make(cache.progress.position, tokens.shape[1], lengths=lengths)
+        x, layers, pointer = self._run(tokens, cache, span, "verify")
+        logits = span.masked(self._logits(x))
+        return logits, HybridCache(layers, pointer, cache.progress.drafted(span))
+
+    def _run(
+        self, tokens: jax.Array, cache: HybridCache, span: Span, mode: Mode
+    ) -> tuple[jax.Array, tuple[Any, ...], Pointer | None]:
+        x = self._embed(tokens)
+        layers: list[Any] = []
+        pointer = cache.pointer
+        for blocks, count, at in self.segments():
+            held = cache.layers[at : at + len(blocks)]
+            if count > 1:
+                x, new, moved = scan_cached(
+                    blocks, x, held, cache.pointer, cache.progress, span, mode=mode
+                )
+                layers.extend(new)
+                pointer = moved if moved is not None else pointer
+                continue
+            for block, one in zip(blocks, held, strict=True):
+                one = attach(one, cache.pointer, cache.progress)
+                x, one = block.advance(x, one, span, mode=mode)
+                stripped, moved = detach(one)
+                # Every layer moves the shared pointer in the same way: any of the results will do.
+                pointer = moved if moved is not None else pointer
+                layers.append(stripped)
+        return x, tuple(layers), pointer
+
+    def segments(self) -> list[tuple[list[HybridBlock], int, int]]:
+        """Return the runs of blocks, how often each repeats, and where it starts in `blocks`."""
+        segments, at = [], 0
+        for layers, count in self.config.segments:
+            segments.append((list(self.blocks[at : at + len(layers)]), count, at))
+            at += len(layers)
+        return segments
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        # Rows in the parameters' dtype: their gradient sums thousands of tokens, in bf16 it would
+        # saturate (and contend, a bf16 addition is no atomic on GPUs).
+        x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.dtype)
+        return x * jnp.asarray(self.config.embedding_scale, x.dtype)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        x = self.norm(x)
+        if self.head is None:
+            kernel = self.embed.embedding[...].astype(x.dtype).T
+        else:
+            kernel = self.head[...].astype(x.dtype)
+        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return logits * jnp.float32(self.config.logit_scale)
+
+    def _train_block(self, block: HybridBlock, x: jax.Array, span: Span) -> jax.Array:
+        if not self.config.remat:
+            return block.advance(x, None, span, mode="prefill")[0]
+        graphdef, params = nnx.split(block)
+
+        @jax.checkpoint
+        def run(params: Any, x: jax.Array) -> jax.Array:
+            return nnx.merge(graphdef, params).advance(x, None, span, mode="prefill")[0]
+
+        return run(params, x)
+
+
+def _check_tokens(tokens: jax.Array) -> None:
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have shape [B, T], found {tokens.shape}")
+
+
+def _last(live: jax.Array, steps: jax.Array) -> jax.Array:
+    """[B] index of the last real token, -1 without any."""
+    return jnp.max(jnp.where(live, steps, -1), axis=1)
+
+
+def _commit_pointer(pointer: Pointer | None, accepted: jax.Array | int) -> Pointer | None:
+    if pointer is None:
+        return None
+    accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, pointer.pending)
+    return dataclasses.replace(
+        pointer, length=pointer.length + accepted, pending=jnp.zeros_like(pointer.pending)
+    )

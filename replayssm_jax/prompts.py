@@ -1,0 +1,109 @@
+"""Prompts as padded arrays: lists of tokens, right or left padding, empty rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SMALLEST_BUCKET = 16
+
+
+class Prompt(NamedTuple):
+    """Prompts of B rows: tokens [B, T] int32 and their mask [B, T] bool (None: all real)."""
+
+    tokens: jax.Array
+    valid: jax.Array | None
+
+
+def bucket(n: int, smallest: int = SMALLEST_BUCKET) -> int:
+    """Round `n` up to a power of two, so that few sizes are compiled."""
+    return max(smallest, 1 << max(0, n - 1).bit_length())
+
+
+def as_prompt(
+    prompt: Any,
+    *,
+    lengths: Any = None,
+    valid: Any = None,
+    bos_token: int | None = None,
+    continues: bool = False,
+) -> Prompt:
+    """Bring prompts into one form.
+
+    Args:
+      prompt: int array [B, T], or a list of B token lists, which are padded on the right to a
+        power of two.
+      lengths: [B], real tokens at the front of each row.
+      valid: [B, T] bool, real tokens in any pattern, instead of `lengths`.
+      bos_token: the token that a row without a prompt starts from.
+      continues: rows may be empty, since a cache holds what came before.
+
+    Raises:
+      TypeError: tokens that are not integers.
+      ValueError: wrong shapes, lengths out of range, or an empty prompt without `bos_token`.
+    """
+    if lengths is not None and valid is not None:
+        raise ValueError("pass lengths or valid, not both")
+    if isinstance(prompt, list | tuple):
+        if lengths is not None or valid is not None:
+            raise ValueError("a list of token lists has its own lengths: pass neither mask")
+        rows = [np.asarray(row, np.int32).reshape(-1) for row in prompt]
+        lengths = np.array([row.size for row in rows], np.int32)
+        width = bucket(int(lengths.max(initial=0))) if lengths.any() else 0
+        tokens = np.zeros((len(rows), width), np.int32)
+        for row, filled in zip(rows, tokens, strict=True):
+            filled[: row.size] = row
+        prompt = tokens
+    prompt = jnp.asarray(prompt)
+    if prompt.ndim != 2:
+        raise ValueError(f"prompt must have shape [B, T], found {prompt.shape}")
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"prompt must hold integer tokens, found {prompt.dtype.name}")
+    tokens = prompt.astype(jnp.int32)
+    batch_size, width = tokens.shape
+    if lengths is not None:
+        _check_lengths(lengths, batch_size, width)
+        lengths = jnp.asarray(lengths, jnp.int32)
+        valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
+    if valid is not None:
+        valid = jnp.asarray(valid)
+        if valid.shape != tokens.shape:
+            raise ValueError(f"valid must have shape {tokens.shape}, found {valid.shape}")
+        valid = valid.astype(bool)
+    if continues:
+        return Prompt(tokens, valid)
+    return _with_bos(Prompt(tokens, valid), bos_token)
+
+
+def _check_lengths(lengths: Any, batch_size: int, width: int) -> None:
+    if np.shape(lengths) != (batch_size,):
+        raise ValueError(f"lengths must have shape {(batch_size,)}, found {np.shape(lengths)}")
+    if not isinstance(lengths, jax.core.Tracer):
+        known = np.asarray(lengths)
+        if ((known < 0) | (known > width)).any():
+            raise ValueError(f"lengths must lie in [0, {width}], found {known.tolist()}")
+
+
+def _with_bos(prompt: Prompt, bos_token: int | None) -> Prompt:
+    tokens, valid = prompt
+    batch_size, width = tokens.shape
+    if width and valid is None:
+        return prompt
+    if valid is None:
+        valid = jnp.zeros(tokens.shape, bool)
+    known = None if isinstance(valid, jax.core.Tracer) else np.asarray(valid)
+    if known is not None and known.any(axis=1).all():
+        return Prompt(tokens, valid)
+    if bos_token is None:
+        if known is None and width:
+            return Prompt(tokens, valid)
+        raise ValueError("a row has no prompt: pass bos_token, the token to start from")
+    if not width:
+        shape = (batch_size, 1)
+        return Prompt(jnp.full(shape, bos_token, jnp.int32), None)
+    empty = ~jnp.any(valid, axis=1, keepdims=True)
+    first = (jnp.arange(width) == 0)[None, :] & empty
+    return Prompt(jnp.where(first, jnp.int32(bos_token), tokens), valid | first)

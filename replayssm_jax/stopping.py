@@ -1,0 +1,93 @@
+"""Stop conditions of generation, tested on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class StopReason(enum.IntEnum):
+    """Why a row ended."""
+
+    LENGTH = 1
+    """It reached its limit of new tokens, or the end of the KV cache."""
+    TOKEN = 2
+    """It drew one of the stop tokens."""
+    SEQUENCE = 3
+    """Its last tokens equal one of the stop sequences."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """Stop conditions as arrays.
+
+    Attributes:
+      tokens: [B, S] int32, padded with -1, or None.
+      sequences: [Q, L] int32, right-aligned and padded with -1, or None.
+    """
+
+    tokens: jax.Array | None = None
+    sequences: jax.Array | None = None
+
+    @classmethod
+    def make(
+        cls,
+        batch_size: int,
+        tokens: Any = None,
+        sequences: Sequence[Sequence[int]] | jax.Array | None = None,
+    ) -> Stops:
+        """Build the conditions.
+
+        Args:
+          batch_size: B.
+          tokens: None, an int, [S] for all rows or [B, S] for each; -1 stops nothing.
+          sequences: None, token sequences, or an array [Q, L] right-aligned and padded with -1.
+
+        Raises:
+          ValueError: wrong shapes, or an empty sequence.
+        """
+        if tokens is not None:
+            tokens = jnp.atleast_1d(jnp.asarray(tokens, jnp.int32))
+            if tokens.ndim > 2 or (tokens.ndim == 2 and tokens.shape[0] != batch_size):
+                raise ValueError(
+                    f"stop_tokens must be [S] or [{batch_size}, S], found {tokens.shape}"
+                )
+            if tokens.ndim == 1:
+                tokens = jnp.broadcast_to(tokens[None, :], (batch_size, tokens.shape[0]))
+        if sequences is not None and not isinstance(sequences, jax.Array):
+            if not all(len(s) for s in sequences):
+                raise ValueError("a stop sequence must hold at least one token, found an empty one")
+            width = max((len(s) for s in sequences), default=0)
+            padded = [[-1] * (width - len(s)) + list(s) for s in sequences]
+            sequences = jnp.asarray(np.array(padded, np.int32)) if padded else None
+        return cls(tokens, sequences)
+
+    def reason(self, tokens: jax.Array, index: jax.Array) -> jax.Array:
+        """Return the `StopReason` that the token at `index` gives each row, 0 for none.
+
+        Args:
+          tokens: [B, capacity] int32, the new tokens so far.
+          index: int32, column of the newest.
+        """
+        batch_size = tokens.shape[0]
+        reason = jnp.zeros((batch_size,), jnp.int32)
+        if self.sequences is not None:
+            width = self.sequences.shape[1]
+            columns = index - width + 1 + jnp.arange(width, dtype=jnp.int32)
+            recent = jnp.where((columns >= 0)[None, :], tokens[:, jnp.maximum(columns, 0)], -2)
+            wanted = self.sequences[None, :, :]
+            equal = (recent[:, None, :] == wanted) | (wanted == -1)
+            found = jnp.any(jnp.all(equal, axis=2), axis=1)
+            reason = jnp.where(found, jnp.int32(StopReason.SEQUENCE), reason)
+        if self.tokens is not None:
+            newest = jax.lax.dynamic_index_in_dim(tokens, index, axis=1)
+            found = jnp.any(newest == self.tokens, axis=1)
+            reason = jnp.where(found, jnp.int32(StopReason.TOKEN), reason)
+        return reason

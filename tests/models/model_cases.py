@@ -1,0 +1,152 @@
+"""Tiny hybrid models of every family, and compiled calls."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from replayssm_jax.models import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    HybridConfig,
+    HybridLM,
+    KDAConfig,
+    Mamba2Config,
+    MoEConfig,
+)
+
+FAMILIES = ("mamba2", "gated_delta_net", "kda")
+V = 24
+
+# Compiling takes most of the time of these tests.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make_config(family, **options):
+    defaults = dict(
+        vocab_size=V,
+        d_model=16,
+        pattern="MA",
+        mixer=family,
+        mlp=None,
+        d_ff=16,
+        mamba2=Mamba2Config(num_heads=4, head_dim=4, state_dim=6, num_groups=2),
+        gated_delta_net=GatedDeltaNetConfig(
+            num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=4
+        ),
+        kda=KDAConfig(num_heads=2, key_dim=6, value_dim=4),
+        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        moe=MoEConfig(num_experts=4, top_k=2, d_expert=8, d_shared=8),
+        replay_window=8,
+        max_tokens=4,
+    )
+    return HybridConfig(**{**defaults, **options})
+
+
+@functools.cache
+def make_model(family, seed=0, dtype=jnp.float32, **options):
+    return build(make_config(family, **options), seed, dtype)
+
+
+def build(config, seed=0, dtype=jnp.float32):
+    """The model with random parameters that make its logits far from uniform."""
+    abstract = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype))
+    graphdef, state = nnx.split(abstract)
+    rng = np.random.default_rng(seed)
+
+    def fill(path, leaf):
+        name = next(key.key for key in reversed(path) if isinstance(getattr(key, "key", 0), str))
+        noise = rng.normal(size=leaf.shape)
+        if name in ("scale", "D"):
+            noise = 1 + 0.1 * noise
+        elif name == "A_log":
+            noise = np.log(rng.uniform(1, 16, leaf.shape))
+        elif name == "dt_bias":
+            noise = noise - 3
+        elif name != "embedding":
+            noise = noise * leaf.shape[-2 if len(leaf.shape) > 1 else -1] ** -0.5
+        return jnp.asarray(noise, leaf.dtype)
+
+    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
+
+
+def random_tokens(batch_size, num_tokens, seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, V, size=(batch_size, num_tokens)), jnp.int32)
+
+
+@jit
+def forward(model, tokens, **masks):
+    return model(tokens, **masks)
+
+
+@functools.partial(jit, static_argnames="last_only")
+def prefill(model, tokens, cache, lengths=None, valid=None, resets=None, last_only=False):
+    return model.prefill(
+        tokens, cache, lengths=lengths, valid=valid, resets=resets, last_only=last_only
+    )
+
+
+@jit
+def step(model, tokens, cache, lengths=None):
+    return model.step(tokens, cache, lengths=lengths)
+
+
+@jit
+def verify(model, tokens, cache, lengths=None):
+    return model.verify(tokens, cache, lengths=lengths)
+
+
+@jit
+def commit(model, cache, accepted):
+    return model.commit(cache, accepted)
+
+
+def decode(model, tokens, cache):
+    """Logits [B, T, V] of the given tokens, one after the other."""
+    outputs = []
+    for t in range(tokens.shape[1]):
+        logits, cache = step(model, tokens[:, t], cache)
+        outputs.append(np.asarray(logits))
+    return np.stack(outputs, axis=1), cache
+
+
+@jit
+def take(model, cache, rows):
+    return model.take(cache, rows)
+
+
+@jit
+def insert(model, cache, slots, other):
+    return model.insert(cache, slots, other)
+
+
+@jit
+def reset(model, cache, where):
+    return model.reset(cache, where)
+
+
+def compile_quickly(patch):
+    """Replace the compiled parts of generate by ones that skip XLA's optimisations."""
+    parts = {
+        "_prefill": (("capacity", "unstack"), "state"),
+        "_decode": ("unstack", "carry"),
+        "_decode_chunk": (("chunk", "unstack"), "carry"),
+    }
+    module = importlib.import_module("replayssm_jax.generate")
+    for name, (static, donated) in parts.items():
+        f = getattr(module, name).__wrapped__
+        patch.setattr(module, name, jit(f, static_argnames=static, donate_argnames=donated))
+
+
+def row(tree, i):
+    return jax.tree.map(lambda x: x[i : i + 1], tree)
+
+
+def assert_close(found, expected, limit=3e-5):
+    expected = np.asarray(expected, np.float64)
+    gap = np.linalg.norm(np.asarray(found, np.float64) - expected)
+    assert gap <= limit * max(np.linalg.norm(expected), 1e-3), gap

@@ -1,0 +1,355 @@
+"""generate and stream: against token-by-token decoding by hand, and their promises one by one."""
+
+import functools
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from model_cases import V, assert_close, compile_quickly, forward, jit, make_model, random_tokens
+
+from replayssm_jax.generate import GenerateState, generate, stream
+from replayssm_jax.stopping import StopReason
+
+module = importlib.import_module("replayssm_jax.generate")
+
+# One batch of prompts and one capacity, so that little is compiled.
+PROMPTS = [[3], [7, 1, 4, 4, 9], [2, 11]]
+B, N = 3, 12
+SAMPLED = dict(
+    temperature=1.0, top_k=8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, stop_tokens=V
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        compile_quickly(patch)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("gated_delta_net")
+
+
+@functools.cache
+def greedy(decode="replay"):
+    return generate(make_model("gated_delta_net"), PROMPTS, max_new_tokens=N, decode=decode)
+
+
+@functools.cache
+def by_hand():
+    """Greedy tokens and their log-probabilities, each from a full forward."""
+    model = make_model("gated_delta_net")
+    rows = [list(p) for p in PROMPTS]
+    logprobs = [[] for _ in rows]
+    for _ in range(N):
+        padded = np.zeros((B, 20), np.int32)
+        for b, r in enumerate(rows):
+            padded[b, : len(r)] = r
+        logits = forward(model, jnp.asarray(padded))
+        for b, r in enumerate(rows):
+            at = logits[b, len(r) - 1]
+            r.append(int(np.argmax(at)))
+            logprobs[b].append(float(jax.nn.log_softmax(at)[r[-1]]))
+    tokens = np.array([r[len(p) :] for r, p in zip(rows, PROMPTS, strict=True)])
+    return tokens, np.array(logprobs)
+
+
+def padded(side):
+    width = 6
+    tokens, valid = np.full((B, width), V - 1, np.int32), np.zeros((B, width), bool)
+    for b, p in enumerate(PROMPTS):
+        first = width - len(p) if side == "left" else 0
+        tokens[b, first : first + len(p)] = p
+        valid[b, first : first + len(p)] = True
+    return jnp.asarray(tokens), jnp.asarray(valid)
+
+
+@pytest.mark.parametrize("decode", ["replay", "recurrent"])
+def test_greedy_tokens_and_logprobs(decode):
+    out = greedy(decode)
+    tokens, logprobs = by_hand()
+    np.testing.assert_array_equal(out.tokens, tokens)
+    np.testing.assert_allclose(out.logprobs, logprobs, atol=1e-4)
+    np.testing.assert_array_equal(out.lengths, [N] * B)
+    np.testing.assert_array_equal(out.stop_reason, [StopReason.LENGTH] * B)
+    assert not np.asarray(out.sampling_logprobs).any()
+
+
+def test_padding_on_either_side(model):
+    left, valid = padded("left")
+    right, _ = padded("right")
+    lengths = [len(p) for p in PROMPTS]
+    for out in (
+        generate(model, left, valid=valid, max_new_tokens=N),
+        generate(model, right, lengths=lengths, max_new_tokens=N),
+    ):
+        np.testing.assert_array_equal(out.tokens, greedy().tokens)
+
+
+def test_limits_stop_tokens_and_sequences_by_row(model):
+    tokens = np.asarray(greedy().tokens)
+    stop, sequence = int(tokens[1, 3]), tokens[2, 2:5].tolist()
+    out = generate(
+        model,
+        PROMPTS,
+        max_new_tokens=np.array([0, N, 9]),
+        stop_tokens=np.array([[-1], [stop], [-1]]),
+        stop_sequences=[sequence, [V + 5] * 7],
+        pad_token=-7,
+    )
+    reasons = [StopReason.LENGTH, StopReason.TOKEN, StopReason.SEQUENCE]
+    np.testing.assert_array_equal(out.stop_reason, reasons)
+    ends = [n for n in range(3, 9) if tokens[2, n - 3 : n].tolist() == sequence]
+    lengths = [0, tokens[1].tolist().index(stop) + 1, ends[0]]
+    np.testing.assert_array_equal(out.lengths, lengths)
+    for b, n in enumerate(lengths):
+        np.testing.assert_array_equal(out.tokens[b, :n], tokens[b, :n])
+        assert (np.asarray(out.tokens[b, n:]) == -7).all()
+        assert not np.asarray(out.logprobs[b, n:]).any()
+
+
+def test_a_stop_at_the_first_token(model):
+    first = np.asarray(greedy().tokens[:, :1])
+    never = [[V + 5] * 3, [V + 5] * 7]
+    out = generate(model, PROMPTS, max_new_tokens=N, stop_tokens=first, stop_sequences=never)
+    np.testing.assert_array_equal(out.lengths, [1] * B)
+    np.testing.assert_array_equal(out.stop_reason, [StopReason.TOKEN] * B)
+
+
+def test_resuming_equals_going_on(model):
+    """From a returned state, and from prompt plus output; greedy and sampled."""
+    keys = jax.random.split(jax.random.key(5), B)
+    whole = generate(model, PROMPTS, max_new_tokens=N, key=keys, return_state=True, **SAMPLED)
+    start = generate(model, PROMPTS, max_new_tokens=5, key=keys, return_state=True, **SAMPLED)
+    np.testing.assert_array_equal(start.tokens, whole.tokens[:, :5])
+    longer = [p + t for p, t in zip(PROMPTS, start.tokens.tolist(), strict=True)]
+    again = generate(model, longer, max_new_tokens=N - 5, key=keys, return_state=True, **SAMPLED)
+    np.testing.assert_array_equal(again.tokens, whole.tokens[:, 5:])
+    rest = generate(
+        model,
+        np.zeros((B, 0), np.int32),
+        max_new_tokens=N - 5,
+        key=keys,
+        state=start.state,
+        return_state=True,
+        **SAMPLED,
+    )
+    np.testing.assert_array_equal(rest.tokens, whole.tokens[:, 5:])
+    assert_close(rest.logprobs, whole.logprobs[:, 5:], limit=1e-4)
+    assert isinstance(rest.state, GenerateState)
+    lengths = [len(p) + N for p in PROMPTS]
+    np.testing.assert_array_equal(rest.state.cache.progress.position, lengths)
+
+
+def test_ended_rows_stay_where_they_are(model):
+    key = jax.random.key(9)
+    whole = generate(model, PROMPTS, max_new_tokens=N, key=key, return_state=True, **SAMPLED)
+    stop = int(whole.tokens[0, 2])
+    options = {**SAMPLED, "stop_tokens": stop}
+    out = generate(model, PROMPTS, max_new_tokens=N, key=key, return_state=True, **options)
+    lengths = np.asarray(out.lengths)
+    assert lengths[0] <= 3
+    np.testing.assert_array_equal(out.tokens[0, : lengths[0]], whole.tokens[0, : lengths[0]])
+    seen = lengths + [len(p) for p in PROMPTS]
+    np.testing.assert_array_equal(out.state.cache.progress.position, seen)
+
+
+def test_samples_do_not_depend_on_neighbours_or_place(model):
+    keys = jax.random.split(jax.random.key(7), B)
+    out = generate(model, PROMPTS, max_new_tokens=N, key=keys, return_state=True, **SAMPLED)
+    order = np.array([2, 0, 1])
+    moved = generate(
+        model,
+        [PROMPTS[i] for i in order],
+        max_new_tokens=N,
+        key=keys[order],
+        return_state=True,
+        **SAMPLED,
+    )
+    np.testing.assert_array_equal(moved.tokens, out.tokens[order])
+    crowd = [PROMPTS[0], [5] * 5, [6, 6]]
+    beside = generate(model, crowd, max_new_tokens=N, key=keys, return_state=True, **SAMPLED)
+    np.testing.assert_array_equal(beside.tokens[0], out.tokens[0])
+    twice = generate(model, PROMPTS, max_new_tokens=N, key=keys, return_state=True, **SAMPLED)
+    np.testing.assert_array_equal(twice.tokens, out.tokens)
+    other = generate(
+        model, PROMPTS, max_new_tokens=N, key=jax.random.key(8), return_state=True, **SAMPLED
+    )
+    assert not np.array_equal(other.tokens, out.tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_streaming_gives_the_same_tokens(model, chunk):
+    stop = int(by_hand()[0][0, 4])
+    limits = np.array([N, 3, N])
+    expected = generate(model, PROMPTS, max_new_tokens=limits, stop_tokens=stop)
+    streamed = stream(model, PROMPTS, max_new_tokens=limits, stop_tokens=stop, chunk=chunk)
+    columns = np.stack(list(streamed), axis=1)
+    longest = int(np.max(expected.lengths))
+    np.testing.assert_array_equal(columns, expected.tokens[:, :longest])
+
+
+def test_new_weights_and_options_go_through_the_same_loop():
+    """Five optimiser steps, other limits, keys and stops: nothing is traced again."""
+    model = make_model("gated_delta_net")
+    tokens = random_tokens(B, 9)
+    optimiser = optax.sgd(1e-2)
+    graphdef, params = nnx.split(model)
+    opt_state = optimiser.init(params)
+
+    @jax.jit
+    def train(params, opt_state):
+        def loss(params):
+            logits = nnx.merge(graphdef, params)(tokens[:, :-1])
+            labels = jax.nn.one_hot(tokens[:, 1:], V)
+            return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, -1))
+
+        grads = jax.grad(loss)(params)
+        updates, opt_state = optimiser.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state
+
+    def run(model, i):
+        return generate(
+            model,
+            PROMPTS,
+            max_new_tokens=N - i,
+            key=jax.random.key(i),
+            return_state=True,
+            **{**SAMPLED, "temperature": 1.0 + i, "stop_tokens": i},
+        )
+
+    run(model, 0)
+    sizes = module._prefill._cache_size(), module._decode._cache_size()
+    for i in range(1, 6):
+        params, opt_state = train(params, opt_state)
+        run(nnx.merge(graphdef, params), i)
+    assert sizes == (module._prefill._cache_size(), module._decode._cache_size())
+
+
+def test_prompts_of_length_zero(model):
+    out = generate(model, [[], [7, 1, 4, 4, 9], []], max_new_tokens=N, bos_token=3)
+    np.testing.assert_array_equal(out.tokens[0], greedy().tokens[0])
+    np.testing.assert_array_equal(out.tokens[1], greedy().tokens[1])
+    empty = generate(model, np.zeros((B, 0), np.int32), max_new_tokens=N, bos_token=3)
+    np.testing.assert_array_equal(empty.tokens, np.stack([greedy().tokens[0]] * B))
+    with pytest.raises(ValueError, match="pass bos_token"):
+        generate(model, [[1], []], max_new_tokens=2)
+    with pytest.raises(ValueError, match="pass bos_token"):
+        generate(model, np.zeros((2, 0), np.int32), max_new_tokens=2)
+
+
+def test_an_empty_batch_gives_empty_arrays(model):
+    for prompt in ([], np.zeros((0, 5), np.int32)):
+        out = generate(model, prompt, max_new_tokens=4)
+        assert out.tokens.shape == out.logprobs.shape == (0, 4)
+        assert out.lengths.shape == out.stop_reason.shape == (0,)
+        assert list(stream(model, prompt, max_new_tokens=4)) == []
+
+
+def test_a_full_cache_ends_a_row_and_a_longer_prompt_raises(model):
+    out = generate(model, PROMPTS, max_new_tokens=N, cache_size=9)
+    np.testing.assert_array_equal(out.lengths, [8, 4, 7])
+    np.testing.assert_array_equal(out.stop_reason, [StopReason.LENGTH] * B)
+    for b, n in enumerate([8, 4, 7]):
+        np.testing.assert_array_equal(out.tokens[b, :n], greedy().tokens[b, :n])
+    with pytest.raises(ValueError, match="the prompt needs 5 positions, the cache holds 4"):
+        generate(model, PROMPTS, max_new_tokens=2, cache_size=4)
+
+
+def test_under_the_callers_jit(model, monkeypatch):
+    for name in ("_prefill", "_decode"):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    left, valid = padded("left")
+
+    @jit
+    def run(model, tokens, valid, limits):
+        return generate(model, tokens, valid=valid, max_new_tokens=limits, capacity=N)
+
+    out = run(model, left, valid, jnp.array([N, 2, 0], jnp.int32))
+    np.testing.assert_array_equal(out.lengths, [N, 2, 0])
+    np.testing.assert_array_equal(out.tokens[0], greedy().tokens[0])
+
+
+def test_impossible_arguments_raise(model):
+    for options, message in [
+        (dict(temperature=1.0), "needs a key"),
+        (dict(lengths=[1, 1, 1]), "has its own lengths"),
+        (dict(max_new_tokens=[1, 2]), "max_new_tokens must be an int or"),
+        (dict(max_new_tokens=-1), "at least 0"),
+        (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
+        (dict(stop_sequences=[[]]), "at least one token"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            generate(model, PROMPTS, **{"max_new_tokens": 2, **options})
+    with pytest.raises(ValueError, match=r"prompt must have shape \[B, T\]"):
+        generate(model, np.zeros(3, np.int32), max_new_tokens=2)
+    with pytest.raises(TypeError, match="integer tokens"):
+        generate(model, np.zeros((3, 2), np.float32), max_new_tokens=2)
+    with pytest.raises(ValueError, match="lengths must lie in"):
+        generate(model, np.zeros((3, 2), np.int32), lengths=[0, 1, 3], max_new_tokens=2)
+    with pytest.raises(ValueError, match="repetition penalty cannot start in the middle"):
+        state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
+        generate(model, PROMPTS, max_new_tokens=1, state=state, repetition_penalty=2.0)
+    with pytest.raises(TypeError, match="unknown arguments"):
+        next(stream(model, PROMPTS, max_new_tokens=2, beams=3))
+
+
+def compiled_loop(model, unstack=True):
+    prompt = module.as_prompt(np.zeros((B, 4), np.int32))
+    control, carry = module._start(
+        model,
+        prompt,
+        max_new_tokens=16,
+        key=None,
+        sampling=module.Sampling(),
+        stops=(None, None),
+        pad_token=0,
+        capacity=16,
+        cache_size=None,
+        decode="replay",
+        state=None,
+        ragged=False,
+        unstack=unstack,
+    )
+    return carry, module._decode.lower(model, carry, control, unstack).compile().as_text()
+
+
+def test_the_compiled_loop_has_no_conditional_and_copies_no_checkpoint(model):
+    carry, text = compiled_loop(model)
+    shape = carry.state.cache.layers[0][0].state.checkpoint.shape
+    dims = ",".join(map(str, shape))
+    assert f"f32[{dims}]" in text
+    assert not re.findall(rf"= f32\[{dims}\]\S* copy\(", text)
+    assert " conditional(" not in text
+
+
+def test_stacked_layers_are_unstacked_before_the_loop():
+    """Otherwise every step slices every weight out of its stack."""
+    stacked = make_model("mamba2", pattern="MM", scan_layers=True)
+    expected = generate(stacked, PROMPTS, max_new_tokens=N)
+    scanned = generate(stacked, PROMPTS, max_new_tokens=N, unstack=False)
+    np.testing.assert_array_equal(scanned.tokens, expected.tokens)
+    shape = stacked.blocks[0].mixers[0].in_proj.kernel.shape
+    dims = ",".join(map(str, shape))
+    _, text = compiled_loop(stacked, unstack=False)
+    assert f"f32[{dims}]" in loop_bodies(text)
+    _, text = compiled_loop(stacked)
+    assert f"f32[{dims}]" not in loop_bodies(text)
+
+
+def loop_bodies(text):
+    """The computations that the while loops of a compiled module run."""
+    names = re.findall(r"body=%?([\w.\-]+)", text)
+    computations = {}
+    for block in re.split(r"\n\n", text):
+        match = re.match(r"\s*(?:ENTRY )?%?([\w.\-]+) \(", block)
+        if match:
+            computations[match.group(1)] = block
+    return "\n".join(computations.get(name, "") for name in names)

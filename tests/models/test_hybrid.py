@@ -1,0 +1,348 @@
+"""HybridLM: every way through a sequence gives the logits of the training forward."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_cases import (
+    FAMILIES,
+    V,
+    assert_close,
+    commit,
+    decode,
+    forward,
+    insert,
+    jit,
+    make_config,
+    make_model,
+    prefill,
+    random_tokens,
+    reset,
+    row,
+    step,
+    take,
+    verify,
+)
+
+import replayssm_jax as rs
+from replayssm_jax.models import HybridLM, LayerConfig
+
+# Few shapes, so that little is compiled.
+B, T, P, SIZE = 3, 40, 17, 64
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def state_of(model, cache):
+    """The recurrent state of the first layer."""
+    state = dataclasses.replace(cache.layers[0][0].state, pointer=cache.pointer)
+    return jit(rs.materialize, static_argnums=0)(model.blocks[0].mixers[0].spec, state)
+
+
+def all_real(n):
+    return jnp.full((B,), n, jnp.int32)
+
+
+@pytest.mark.parametrize("decoding", ["replay", "recurrent"])
+def test_prefill_and_steps_equal_the_forward(family, decoding):
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    expected = forward(model, tokens)
+    assert expected.dtype == jnp.float32
+    cache = model.init_cache(B, SIZE, decode=decoding)
+    first, cache = prefill(model, tokens[:, :P], cache, all_real(P))
+    rest, cache = decode(model, tokens[:, P:], cache)
+    assert_close(np.concatenate([first, rest], axis=1), expected)
+    np.testing.assert_array_equal(cache.progress.position, T)
+
+
+def schedule(model, tokens, expected, draw_lengths, draw_accepted, num_rounds):
+    """Verify and commit by a schedule; drafts beyond the accepted ones are wrong tokens."""
+    at = np.zeros(B, int)
+    cache = model.init_cache(B, SIZE)
+    for i in range(num_rounds):
+        lengths = np.minimum(draw_lengths(i), T - at)
+        accepted = np.minimum(draw_accepted(i), lengths)
+        drafts = np.zeros((B, 4), np.int32)
+        for b in range(B):
+            drafts[b] = np.resize(np.asarray(tokens[b, at[b] : at[b] + 4]), 4) if at[b] < T else 0
+            drafts[b, accepted[b] :] = (drafts[b, accepted[b] :] + 1 + i) % V
+        logits, cache = verify(model, jnp.asarray(drafts), cache, jnp.asarray(lengths, jnp.int32))
+        cache = commit(model, cache, jnp.asarray(accepted, jnp.int32))
+        for b in range(B):
+            n = accepted[b]
+            assert_close(logits[b, :n], expected[b, at[b] : at[b] + n])
+            best = np.argmax(expected[b, at[b] : at[b] + n], -1)
+            np.testing.assert_array_equal(np.argmax(logits[b, :n], -1), best)
+        at += accepted
+    np.testing.assert_array_equal(cache.progress.position, at)
+    return cache, at
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**31))
+def test_any_schedule_of_drafts_equals_the_forward(family, seed):
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    expected = np.asarray(forward(model, tokens))
+    rng = np.random.default_rng(seed)
+    cache, at = schedule(
+        model,
+        tokens,
+        expected,
+        lambda _: rng.choice([0, 1, 2, 3, 4], size=B),
+        lambda _: rng.integers(0, 5, size=B),
+        12,
+    )
+    # One token more, by itself: no draft of any row has left a trace.
+    live = at < T
+    logits, _ = step(
+        model,
+        tokens[np.arange(B), np.minimum(at, T - 1)],
+        cache,
+        jnp.asarray(live, jnp.int32),
+    )
+    for b in np.flatnonzero(live):
+        assert_close(logits[b], expected[b, at[b]])
+
+
+@pytest.mark.parametrize("accepted", range(5))
+def test_fully_and_partly_rejected_drafts(family, accepted):
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    expected = np.asarray(forward(model, tokens))
+    schedule(model, tokens, expected, lambda _: np.full(B, 4), lambda _: np.full(B, accepted), 8)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padded_prompts(family, side):
+    """Lengths 1, 3, 17 in one batch, continued: states and logits of the unpadded prompts."""
+    model = make_model(family)
+    counts = np.array([1, 3, P])
+    tokens = random_tokens(B, T)
+    padded = np.full((B, P), V - 1, np.int32)
+    valid = np.zeros((B, P), bool)
+    for b, n in enumerate(counts):
+        first = P - n if side == "left" else 0
+        padded[b, first : first + n] = tokens[b, :n]
+        valid[b, first : first + n] = True
+    masks = {"valid": jnp.asarray(valid)}
+    if side == "right":
+        masks = {"lengths": jnp.asarray(counts, jnp.int32)}
+    logits, cache = prefill(model, jnp.asarray(padded), model.init_cache(B, SIZE), **masks)
+    assert not np.asarray(logits)[~valid].any()
+    expected = forward(model, tokens)
+    following = jnp.stack([tokens[b, n : n + 5] for b, n in enumerate(counts)])
+    more, cache = decode(model, following, cache)
+    _, alone = decode(model, tokens[:, : counts[1] + 5], model.init_cache(B, SIZE))
+    assert_close(state_of(model, cache)[1], state_of(model, alone)[1])
+    for b, n in enumerate(counts):
+        assert_close(logits[b][valid[b]], expected[b, :n])
+        assert_close(more[b], expected[b, n : n + 5])
+
+
+def test_last_logits_alone():
+    model = make_model("kda")
+    valid = np.arange(P) >= np.array([[P - 3], [P], [0]])
+    args = (model, random_tokens(B, P), model.init_cache(B, SIZE))
+    every, cache = prefill(*args, valid=jnp.asarray(valid))
+    last, same = prefill(*args, valid=jnp.asarray(valid), last_only=True)
+    assert_close(last, every[:, -1])
+    assert not np.asarray(last[1]).any()
+    chex.assert_trees_all_close(cache, same, atol=1e-6)
+
+
+def test_packed_documents(family):
+    """Resets in training and in prefill: each document as if it were alone."""
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    resets = np.zeros((B, T), bool)
+    resets[0, [0, 7, 8, 30]] = True
+    resets[1, T - 5] = True
+    masks = {"resets": jnp.asarray(resets)}
+    logits = forward(model, tokens, **masks)
+    cached, cache = prefill(model, tokens, model.init_cache(B, SIZE), **masks)
+    assert_close(cached, logits)
+    alone = forward(model, tokens.at[0, :10].set(tokens[0, 30:]).at[1, :5].set(tokens[1, T - 5 :]))
+    assert_close(logits[0, 30:], alone[0, :10])
+    assert_close(logits[1, T - 5 :], alone[1, :5])
+    np.testing.assert_array_equal(cache.progress.position, [10, 5, T])
+
+
+def test_fork_at_every_fill(family):
+    """Children of every ring fill go their own ways; the parent is left as it was."""
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    expected = np.asarray(forward(model, tokens))
+    cache = model.init_cache(B, SIZE)
+    for fill in range(2 * model.config.replay_window):
+        fork = take(model, cache, jnp.zeros(B, jnp.int32))
+        children = jnp.stack([tokens[0, fill], (tokens[0, fill] + 1) % V, tokens[0, fill]])
+        logits, _ = step(model, children, fork)
+        _, cache = step(model, tokens[:, fill], cache)
+        assert_close(logits[0], expected[0, fill])
+        assert_close(logits[2], expected[0, fill])
+        assert not np.allclose(logits[0], logits[1])
+    logits, _ = step(model, tokens[:, fill + 1], cache)
+    assert_close(logits, expected[:, fill + 1])
+
+
+def test_slots_are_reused_without_a_trace(family):
+    """Insert and reset: a slot equals a fresh one, and bad slots touch no row."""
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    _, pool = decode(model, tokens[:, :13], model.init_cache(B, SIZE))
+    _, guests = prefill(model, tokens[:, 20 : 20 + P], model.init_cache(B, SIZE), all_real(P))
+    same = insert(model, pool, jnp.array([-1, B, B + 2]), guests)
+    chex.assert_trees_all_equal(pool, same)
+    pool = insert(model, pool, jnp.array([2, -1, B]), guests)
+    chex.assert_trees_all_equal(row(pool, 2), row(guests, 0))
+    pool = reset(model, pool, jnp.array([False, True, False]))
+    lengths = jnp.array([0, P, 0], jnp.int32)
+    prompt = tokens[:, :P]
+    _, pool = prefill(model, prompt, pool, lengths)
+    _, fresh = prefill(model, prompt, model.init_cache(B, SIZE), lengths)
+    after, _ = decode(model, tokens[:, P : P + 10], pool)
+    expected, _ = decode(model, tokens[:, P : P + 10], fresh)
+    assert_close(after[1], expected[1])
+    assert_close(state_of(model, pool)[1], state_of(model, fresh)[1], limit=1e-6)
+    empty = take(model, pool, jnp.array([1, -1, 0]))
+    np.testing.assert_array_equal(empty.progress.position[:2], [P, 0])
+
+
+def test_bf16_model_keeps_fp32_checkpoints_and_agrees_with_conventional_decoding(family):
+    """Greedy tokens under teacher forcing: replay and conventional bf16 decoding differ in no more
+    than 2% of the positions, since both round the same bf16 activations around an fp32 state."""
+    model = make_model(family, dtype=jnp.bfloat16)
+    cache, plain = model.init_cache(B, SIZE), model.init_cache(B, SIZE, decode="recurrent")
+    assert cache.layers[0][0].state.checkpoint.dtype == jnp.float32
+    assert cache.layers[0][0].history.dtype == cache.layers[1][0].key.dtype == jnp.bfloat16
+    differing, total = 0, 0
+    for seed in range(4):
+        tokens = random_tokens(B, SIZE, seed)
+        logits, _ = decode(model, tokens, cache)
+        expected, _ = decode(model, tokens, plain)
+        differing += int(np.sum(np.argmax(logits, -1) != np.argmax(expected, -1)))
+        total += tokens.size
+    assert differing <= 0.02 * total, (differing, total)
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["scalar", "ragged"])
+def test_windowed_loops_give_the_same_logits(ragged):
+    model = make_model("gated_delta_net")
+    tokens = random_tokens(B, T)
+    expected = forward(model, tokens)
+
+    @jit
+    def run(model, tokens, cache):
+        def body(cache, token):
+            logits, cache = model.step(token, cache)
+            return cache, logits
+
+        return rs.scan_steps(body, cache, tokens.T, window=8)
+
+    _, logits = run(model, tokens, model.init_cache(B, SIZE, ragged=ragged))
+    assert_close(jnp.moveaxis(logits, 0, 1), expected)
+
+
+def test_layers_side_by_side_moe_and_post_norm():
+    layers = (
+        LayerConfig(("mamba2", "attention"), "moe"),
+        LayerConfig(("gated_delta_net",), None, "post"),
+        LayerConfig((), "relu2"),
+        LayerConfig(("kda",), "swiglu", "post"),
+    )
+    model = make_model(
+        "kda", layers=layers, tie_embeddings=False, residual_scale=0.7, logit_scale=0.5
+    )
+    tokens = random_tokens(B, T)
+    expected = forward(model, tokens)
+    logits, _ = decode(model, tokens, model.init_cache(B, SIZE))
+    assert_close(logits, expected)
+
+
+def test_attention_only_model():
+    model = make_model("kda", pattern="AA")
+    tokens = random_tokens(B, T)
+    cache = model.init_cache(B, SIZE)
+    assert cache.pointer is None
+    logits, cache = decode(model, tokens, cache)
+    assert_close(logits, forward(model, tokens))
+    cache = model.reset(cache, jnp.array([True, False, False]))
+    np.testing.assert_array_equal(cache.progress.position, [0, T, T])
+
+
+@pytest.mark.parametrize(
+    "family, remat", [("mamba2", False), ("gated_delta_net", False), ("kda", True)]
+)
+def test_training_gradients(family, remat):
+    model = make_model(family, remat=remat, mlp="swiglu")
+    tokens = random_tokens(2, 12)
+
+    def loss(model):
+        logits = model(tokens[:, :-1])
+        logprobs = jax.nn.log_softmax(logits)
+        return -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1))
+
+    value, grads = jit(jax.value_and_grad(loss))(model)
+    assert np.isfinite(value)
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        norm = float(np.linalg.norm(grad))
+        assert np.isfinite(norm) and norm > 0, jax.tree_util.keystr(path)
+
+
+def test_initialisation_is_that_of_the_field():
+    model = HybridLM(make_config("mamba2", mlp="swiglu"), rngs=nnx.Rngs(0))
+    mixer = model.blocks[0].mixers[0]
+    rate, dt = np.exp(mixer.A_log[...]), np.log1p(np.exp(mixer.dt_bias[...]))
+    assert ((rate >= 1) & (rate <= 16)).all()
+    assert ((dt >= 0.99e-3) & (dt <= 0.101)).all()
+    down = model.blocks[0].mlp.down_proj.kernel[...]
+    up = model.blocks[0].mlp.up_proj.kernel[...]
+    # Four branches join the residual stream, so each is scaled by 4^-1/2.
+    assert float(jnp.std(down) / jnp.std(up)) == pytest.approx(0.5, rel=0.25)
+
+
+def test_leaves_are_batch_first_and_steps_trace_once():
+    model = make_model("gated_delta_net")
+    cache = model.init_cache(B, SIZE)
+    assert all(leaf.shape[0] == B for leaf in jax.tree.leaves(cache))
+
+    @chex.assert_max_traces(n=1)
+    def traced(model, tokens, cache):
+        return model.step(tokens, cache)
+
+    one = jit(traced, donate_argnums=2)
+    for seed in range(3):
+        model = make_model("gated_delta_net", seed)
+        cache = model.init_cache(B, SIZE)
+        for t in range(3):
+            _, cache = one(model, random_tokens(B, T)[:, t], cache)
+
+
+def test_impossible_arguments_raise():
+    model = make_model("kda")
+    tokens = random_tokens(B, 5)
+    with pytest.raises(ValueError, match="cannot roll back"):
+        model.verify(tokens[:, :2], model.init_cache(B, SIZE, decode="recurrent"))
+    with pytest.raises(ValueError, match="T must be between 1 and max_tokens=4"):
+        model.verify(tokens, model.init_cache(B, SIZE))
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B\]"):
+        model.step(tokens, model.init_cache(B, SIZE))
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B, T\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match="ragged"):
+        model.reset(model.init_cache(B, SIZE, ragged=False), jnp.ones(B, bool))
+    with pytest.raises(ValueError, match="ragged"):
+        scalar = model.init_cache(B, SIZE, ragged=False)
+        model.insert(scalar, jnp.array([0]), model.init_cache(1, SIZE, ragged=False))

@@ -1,0 +1,156 @@
+"""What speed depends on, read off the compiled programs: no copies of the state, one trace."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from oracle import make_spec, random_inputs, tokens
+
+import replayssm_jax as rs
+
+# States large beside their rings and beside everything else in a step.
+SHAPES = {
+    "mamba2": dict(num_heads=4, num_groups=1, value_dim=256, key_dim=512),
+    "gated_delta_net": dict(num_heads=4, num_groups=2, value_dim=512, key_dim=512),
+    "kda": dict(num_heads=4, num_groups=4, value_dim=512, key_dim=256),
+}
+BATCH = 8
+
+
+@pytest.fixture(params=SHAPES)
+def spec(request):
+    activations = dict(key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
+    return make_spec(request.param, **SHAPES[request.param], **activations)
+
+
+def compiled_loop(spec, ragged, scan):
+    """The program of 32 donated steps, and the state that it takes."""
+    state = rs.init_state(spec, BATCH, ragged=ragged)
+
+    def body(state, one):
+        output, state = rs.step(spec, state, one)
+        return state, output
+
+    xs = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], random_inputs(spec, BATCH, 32))
+    loop = jax.jit(lambda state, xs: scan(body, state, xs), donate_argnums=0)
+    return loop.lower(state, xs).compile(), state
+
+
+def state_sized(program, state, operation):
+    """Lines of the program with `operation` on an array as large as the checkpoint."""
+    found = []
+    for line in program.as_text().splitlines():
+        match = re.search(rf"= \w+\[([\d,]*)\]\S* {operation}\(", line)
+        if match and match.group(1):
+            size = 1
+            for dim in match.group(1).split(","):
+                size *= int(dim)
+            if size >= state.checkpoint.size:
+                found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["scalar", "ragged"])
+@pytest.mark.parametrize("scan", [jax.lax.scan, rs.scan_steps], ids=["scan", "scan_steps"])
+def test_a_donated_loop_copies_no_state(spec, ragged, scan):
+    program, state = compiled_loop(spec, ragged, scan)
+    assert state_sized(program, state, "copy") == []
+    assert state_sized(program, state, "transpose") == []
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes < state.checkpoint.nbytes
+    assert memory.alias_size_in_bytes >= state.checkpoint.nbytes
+
+
+def test_each_loop_has_its_form_of_the_flush_switch(spec):
+    def conditionals(ragged, scan):
+        return compiled_loop(spec, ragged, scan)[0].as_text().count(" conditional(")
+
+    assert conditionals(ragged=False, scan=jax.lax.scan) == 1
+    assert conditionals(ragged=True, scan=jax.lax.scan) == 0
+    assert conditionals(ragged=False, scan=rs.scan_steps) == 0
+    assert conditionals(ragged=True, scan=rs.scan_steps) == 0
+
+
+def test_a_step_that_holds_neither_copies_nor_writes_the_state(spec):
+    """The output-only step of a windowed loop returns the very checkpoint that it was given."""
+    from replayssm_jax.loops import _set_phase
+    from replayssm_jax.state import Phase
+
+    state = _set_phase(rs.init_state(spec, BATCH), Phase(False, 16))
+    step = jax.jit(lambda state, one: rs.step(spec, state, one), donate_argnums=0)
+    program = step.lower(state, random_inputs(spec, BATCH, 1)).compile()
+    for operation in ("copy", "transpose", "select", "add", "multiply", "dynamic-update-slice"):
+        assert state_sized(program, state, operation) == []
+    jaxpr = jax.make_jaxpr(lambda state, one: rs.step(spec, state, one)[1].checkpoint)(
+        state, random_inputs(spec, BATCH, 1)
+    )
+    assert "cond[" not in str(jaxpr) and "while[" not in str(jaxpr)
+
+
+def test_the_branch_that_keeps_does_nothing(spec):
+    """In the program of a donated step the flush sits in one branch, the other is a parameter."""
+    state = rs.init_state(spec, BATCH)
+    step = jax.jit(lambda state, one: rs.step(spec, state, one), donate_argnums=0)
+    text = step.lower(state, random_inputs(spec, BATCH, 1)).compile().as_text()
+    (branches,) = re.findall(r"branch_computations=\{([^}]*)\}", text) or re.findall(
+        r"(true_computation=\S+ false_computation=\S+)", text
+    )
+    names = re.findall(r"%?([\w.-]+)", branches.replace("true_computation=", ""))
+    bodies = []
+    for name in names:
+        match = re.search(rf"^%?{re.escape(name)} .*?\{{\n(.*?)^\}}", text, re.S | re.M)
+        if match:
+            bodies.append(re.findall(r"= \S+ ([\w-]+)\(", match.group(1)))
+    assert len(bodies) == 2
+    trivial = {"parameter", "tuple", "get-tuple-element", "bitcast"}
+    assert sorted(set(body) <= trivial for body in bodies) == [False, True]
+
+
+@pytest.mark.parametrize("batched_pointer", [False, True])
+def test_vmap_keeps_the_cond_or_loops_over_due_rows(spec, batched_pointer):
+    """A shared pointer keeps its cond; rows with their own never select between whole states."""
+    inner = rs.init_state(spec, 1)
+    states = jax.tree.map(lambda x: jnp.stack([x] * BATCH), inner)
+    axes = rs.ReplayState(0, 0, 0 if batched_pointer else None, 0, 0)
+    if not batched_pointer:
+        states = rs.ReplayState(states.checkpoint, states.buffer, inner.pointer)
+    one = jax.tree.map(lambda x: x[:, None], random_inputs(spec, BATCH, 1))
+    step = jax.jit(
+        jax.vmap(lambda state, one: rs.step(spec, state, one), (axes, 0), (0, axes)),
+        donate_argnums=0,
+    )
+    program = step.lower(states, one).compile()
+    assert program.as_text().count(" conditional(") == (0 if batched_pointer else 1)
+    for operation in ("copy", "select", "transpose"):
+        assert state_sized(program, states, operation) == []
+    assert program.memory_analysis().temp_size_in_bytes < states.checkpoint.nbytes
+
+
+def test_one_trace_serves_every_pointer_and_every_row():
+    """Slots, pointers and acceptances are data: nothing of them is baked into a program."""
+    spec = make_spec("gated_delta_net", window=6, max_tokens=2)
+    inputs = random_inputs(spec, 3, 40)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def cycle(state, draft, lengths, accepted, where, rows):
+        _, state = rs.verify(spec, state, draft, lengths)
+        state = rs.flush(spec, rs.commit(spec, state, accepted), where)
+        return rs.insert(spec, state, rows, rs.take(spec, state, rows[::-1]))
+
+    state = rs.init_state(spec, 3, ragged=True)
+    for t in range(0, 20, 2):
+        lengths = jnp.asarray([t % 3, 2, 1])
+        rows = jnp.asarray([t % 3, -1, (t + 1) % 3])
+        draft = tokens(inputs, t, t + 2)
+        state = cycle(state, draft, lengths, lengths // 2, jnp.asarray([t == 4, False, True]), rows)
+
+
+def test_states_are_made_by_one_program():
+    spec = make_spec("kda")
+    made = jax.jit(chex.assert_max_traces(n=1)(lambda: rs.init_state(spec, 2, ragged=True)))
+    made()
+    made()
+    assert hash(make_spec("kda")) == hash(spec) and make_spec("kda") == spec

@@ -1,0 +1,84 @@
+"""Gates and normalisation of the families, against NumPy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close
+
+import replayssm_jax as rs
+
+RNG = np.random.default_rng(0)
+B, T, H, G, P, N = 2, 3, 4, 2, 5, 6
+
+
+def draw(*shape, dtype=jnp.float32):
+    return jnp.asarray(2 * RNG.standard_normal(shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def softplus(x):
+    return np.logaddexp(0, x)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def unit(x):
+    return x / np.sqrt(np.sum(x * x, -1, keepdims=True) + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.1, 1.5)])
+def test_mamba2(dtype, bias, limits):
+    x, dt = draw(B, T, H, P, dtype=dtype), draw(B, T, H, dtype=dtype)
+    keys, queries = draw(B, T, G, N, dtype=dtype), draw(B, T, G, N, dtype=dtype)
+    A_log, dt_bias = draw(H), draw(H) if bias else None
+    records = rs.TokenInputs.mamba2(x, dt, keys, queries, A_log, dt_bias, dt_limits=limits)
+    step = np.clip(softplus(wide(dt) + (wide(dt_bias) if bias else 0)), *limits)
+    assert records.g.dtype == records.beta.dtype == jnp.float32
+    assert_close(records.beta, step, 1e-6)
+    assert_close(records.g, -np.exp(wide(A_log)) * step, 1e-6)
+    assert records.k is keys and records.q is queries and records.v is x
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_gated_delta_net(dtype, bias):
+    q, k, v = draw(B, T, G, N, dtype=dtype), draw(B, T, G, N, dtype=dtype), draw(B, T, H, P)
+    a, b, A_log = draw(B, T, H, dtype=dtype), draw(B, T, H, dtype=dtype), draw(H)
+    dt_bias = draw(H) if bias else None
+    records = rs.TokenInputs.gated_delta_net(q, k, v, a, b, A_log, dt_bias)
+    rate = softplus(wide(a) + (wide(dt_bias) if bias else 0))
+    rounding = 1e-6 if dtype == jnp.float32 else 4e-3
+    assert records.q.dtype == records.k.dtype == dtype
+    assert records.g.dtype == records.beta.dtype == jnp.float32
+    assert_close(records.k, unit(wide(k)), rounding)
+    assert_close(records.q, unit(wide(q)) / np.sqrt(N), rounding)
+    assert_close(records.g, -np.exp(wide(A_log)) * rate, 1e-6)
+    assert_close(records.beta, sigmoid(wide(b)), 1e-6)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_kda(lower_bound, bias):
+    q, k, v = draw(B, T, H, N), draw(B, T, H, N), draw(B, T, H, P)
+    a, b, A_log = draw(B, T, H, N), draw(B, T, H), draw(H)
+    dt_bias = draw(H, N) if bias else None
+    records = rs.TokenInputs.kda(q, k, v, a, b, A_log, dt_bias, lower_bound=lower_bound)
+    raw = wide(a) + (wide(dt_bias) if bias else 0)
+    rate = np.exp(wide(A_log))[:, None]
+    expected = -rate * softplus(raw) if lower_bound is None else -5 * sigmoid(rate * raw)
+    assert_close(records.g, expected, 1e-6)
+    assert_close(records.k, unit(wide(k)), 1e-6)
+    assert records.g.shape == (B, T, H, N)
+
+
+def test_kda_refuses_a_bound_that_is_not_negative():
+    arrays = [draw(B, T, H, N)] * 2 + [draw(B, T, H, P), draw(B, T, H, N), draw(B, T, H), draw(H)]
+    with pytest.raises(ValueError, match=r"lower_bound must be negative, found 1\.0"):
+        rs.TokenInputs.kda(*arrays, lower_bound=1.0)

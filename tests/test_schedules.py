@@ -78,6 +78,9 @@ class Schedule:
         self.state = rs.init_state(spec, NUM_ROWS, ragged=ragged)
         self.rows = [self.empty_row() for _ in range(NUM_ROWS)]
         self.saved = rs.init_state(spec, NUM_SAVED, ragged=ragged)
+        if ragged:  # rows that were reset, over whatever their checkpoints held
+            where = np.ones(NUM_SAVED, bool)
+            self.saved = poison_dead_slots(spec, rs.reset(spec, self.saved, where))
         self.saved_rows = [self.empty_row() for _ in range(NUM_SAVED)]
 
     def call(self, name, *arguments):

@@ -109,9 +109,11 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
                 f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be ragged, "
                 "of the same model and of the same size"
             )
+        # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
         at = jnp.where((slots >= 0) & (slots < x.shape[0]), slots, x.shape[0])
         return x.at[at].set(new.astype(x.dtype), mode="drop")
 
+    slots = jnp.asarray(slots).astype(jnp.int32)
     return jax.tree.map(put, cache, other)
 
 

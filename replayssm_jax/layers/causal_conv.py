@@ -198,5 +198,4 @@ class CausalConv(nnx.Module):
         first = (span.end - span.counts)[:, None]
         index = jnp.clip(at - first, 0, x.shape[1] - 1)
         rows = jnp.take_along_axis(x, index[:, :, None], axis=1).astype(history.dtype)
-        written = at >= jnp.maximum(first, 0)
-        return jnp.where(written[:, :, None], rows, history)
+        return jnp.where((at >= first)[:, :, None], rows, history)

@@ -255,6 +255,7 @@ class HybridLM(nnx.Module):
 
         Row -1 and rows out of range give an empty row where the cache is ragged.
         """
+        rows = jnp.asarray(rows).astype(jnp.int32)
         taken = take_rows(cache, rows)
         if cache.pointer is not None and not cache.pointer.is_ragged:
             return taken

@@ -143,6 +143,20 @@ def test_history_of_another_dtype_than_the_layer():
     assert cache.history.dtype == jnp.float32
 
 
+def test_a_reset_row_has_no_history():
+    conv = make_conv(4)
+    _, cache = call(conv, inputs(2, 9).at[1].set(jnp.nan), conv.init_cache(2))
+    cache = conv.reset(cache, jnp.array([False, True]))
+    y, cache = verify(conv, inputs(2, 2, seed=1), cache)
+    np.testing.assert_allclose(y[1], direct(conv, inputs(2, 2, seed=1)[1]), atol=1e-6)
+    last = jnp.zeros((2, 5), bool).at[:, 4].set(True)
+    _, cache = call(conv, inputs(2, 5, seed=2), cache, resets=last)
+    y, _ = verify(conv, inputs(2, 2, seed=3), cache)
+    for i in range(2):
+        seen = np.concatenate([inputs(2, 5, seed=2)[i, 4:], inputs(2, 2, seed=3)[i]])
+        np.testing.assert_allclose(y[i], direct(conv, seen)[1:], atol=1e-6)
+
+
 def test_commit_is_clipped_and_idempotent():
     conv = make_conv(4)
     _, cache = verify(conv, inputs(2, 2), conv.init_cache(2))

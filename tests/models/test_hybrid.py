@@ -1,6 +1,7 @@
 """HybridLM: every way through a sequence gives the logits of the training forward."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -65,6 +66,14 @@ def test_prefill_and_steps_equal_the_forward(family, decoding):
     np.testing.assert_array_equal(cache.progress.position, T)
 
 
+@functools.cache
+def conventional(family):
+    """Logits of conventional decoding, token by token."""
+    model = make_model(family)
+    cache = model.init_cache(B, SIZE, decode="recurrent")
+    return decode(model, random_tokens(B, T), cache)[0]
+
+
 def schedule(model, tokens, expected, draw_lengths, draw_accepted, num_rounds):
     """Verify and commit by a schedule; drafts beyond the accepted ones are wrong tokens."""
     at = np.zeros(B, int)
@@ -91,10 +100,10 @@ def schedule(model, tokens, expected, draw_lengths, draw_accepted, num_rounds):
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31))
-def test_any_schedule_of_drafts_equals_the_forward(family, seed):
+def test_any_schedule_of_drafts_equals_conventional_decoding(family, seed):
     model = make_model(family)
     tokens = random_tokens(B, T)
-    expected = np.asarray(forward(model, tokens))
+    expected = conventional(family)
     rng = np.random.default_rng(seed)
     cache, at = schedule(
         model,
@@ -120,7 +129,7 @@ def test_any_schedule_of_drafts_equals_the_forward(family, seed):
 def test_fully_and_partly_rejected_drafts(family, accepted):
     model = make_model(family)
     tokens = random_tokens(B, T)
-    expected = np.asarray(forward(model, tokens))
+    expected = conventional(family)
     schedule(model, tokens, expected, lambda _: np.full(B, 4), lambda _: np.full(B, accepted), 8)
 
 

@@ -1,7 +1,6 @@
 """Stacked and scanned layers: the same model, compiled in a time that does not grow with depth."""
 
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +119,3 @@ def lowered(depth):
 def test_program_size_does_not_grow_with_depth():
     sizes = [len(lowered(depth).as_text()) for depth in (8, 48)]
     assert sizes[1] <= 1.05 * sizes[0], sizes
-
-
-@pytest.mark.slow
-def test_compile_time_does_not_grow_with_depth():
-    lowered(8).compile()  # the first compilation of a process pays for more than its own
-    times = []
-    for depth in (8, 48):
-        jax.clear_caches()
-        start = time.perf_counter()
-        lowered(depth).compile()
-        times.append(time.perf_counter() - start)
-    assert times[1] <= max(1.5 * times[0], times[0] + 1.0), times
-    assert times[1] <= 20, times

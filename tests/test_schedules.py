@@ -43,6 +43,13 @@ def token_pool(spec):
     return narrow, jax.tree.map(lambda x: x.astype(np.float64), narrow)
 
 
+@functools.cache
+def reset_rows(spec):
+    """Rows that were reset, over NaN in ring and checkpoint."""
+    state = rs.init_state(spec, NUM_SAVED, ragged=True)
+    return poison_dead_slots(spec, rs.reset(spec, state, np.ones(NUM_SAVED, bool)))
+
+
 def advance(spec, state, token):
     """The recurrence for one token of one row, float64: output [H, P] and state [H, P, N]."""
     q = np.repeat(token.q, spec.heads_per_group, axis=0)
@@ -77,10 +84,7 @@ class Schedule:
         self.drawn = 0
         self.state = rs.init_state(spec, NUM_ROWS, ragged=ragged)
         self.rows = [self.empty_row() for _ in range(NUM_ROWS)]
-        self.saved = rs.init_state(spec, NUM_SAVED, ragged=ragged)
-        if ragged:  # rows that were reset, over whatever their checkpoints held
-            where = np.ones(NUM_SAVED, bool)
-            self.saved = poison_dead_slots(spec, rs.reset(spec, self.saved, where))
+        self.saved = reset_rows(spec)
         self.saved_rows = [self.empty_row() for _ in range(NUM_SAVED)]
 
     def call(self, name, *arguments):

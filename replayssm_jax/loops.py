@@ -2,7 +2,8 @@
 
 `scan_steps` and `while_loop` have the signatures of `jax.lax.scan` and `jax.lax.while_loop`. They
 run in windows: one step that flushes, then window - 1 steps that only read. The phase reaches the
-layers through the user's own model as static data of every `Pointer` in the carry.
+layers through the user's own model as static data of every `Pointer` in the carry. A flush
+drops pending drafts, those of idle rows too: commit before the loop.
 """
 
 from __future__ import annotations

@@ -2,44 +2,27 @@
 
 import re
 import tomllib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from documents import ROOT, python_blocks
 
 import replayssm_jax as rs
 
-ROOT = Path(__file__).parents[1]
 DOCUMENTS = {name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")}
 README = DOCUMENTS["README.md"]
 TEXT = "\n".join(DOCUMENTS.values())
+BLOCKS = [block for name in DOCUMENTS for block in python_blocks(ROOT / name)]
 
 
-def python_blocks():
-    for document, text in DOCUMENTS.items():
-        heading = document
-        for match in re.finditer(r"^#+ ([^\n]+)$|^```python\n(.*?)^```$", text, re.M | re.S):
-            if match[1]:
-                heading = match[1]
-            else:
-                line = text.count("\n", 0, match.start(2)) + 1
-                yield pytest.param(document, line, match[2], id=heading.lower().replace(" ", "-"))
-
-
-@pytest.mark.parametrize(("document", "line", "source"), list(python_blocks()))
-def test_python_block_runs(document, line, source):
-    # Leading newlines make tracebacks point into the document.
-    code = compile("\n" * (line - 1) + source, ROOT / document, "exec")
-    namespace = {"__name__": "block"}
-    exec(code, namespace)
-    for name, value in list(namespace.items()):
-        if name.startswith("test_"):
-            value()
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.name)
+def test_python_block_runs(block):
+    block.run()
 
 
 def test_the_three_kinds_of_user_have_a_block():
-    assert len(list(python_blocks())) >= 3
+    assert len(BLOCKS) >= 3
 
 
 def test_make_targets_exist():

@@ -4,6 +4,7 @@ from replayssm_jax.layers.attention import Attention as Attention
 from replayssm_jax.layers.block import HybridBlock as HybridBlock
 from replayssm_jax.layers.cache import KVCache as KVCache
 from replayssm_jax.layers.cache import MixerCache as MixerCache
+from replayssm_jax.layers.cached import CachedLayer as CachedLayer
 from replayssm_jax.layers.causal_conv import CausalConv as CausalConv
 from replayssm_jax.layers.causal_conv import ConvCache as ConvCache
 from replayssm_jax.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from replayssm_jax.layers.activations import default_kernel_init
-from replayssm_jax.layers.cache import KVCache, reset_rows
+from replayssm_jax.layers.cache import KVCache
+from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.rotary import rotate
-from replayssm_jax.layers.sharding import MeshAxes, run_sharded
+from replayssm_jax.layers.sharding import run_sharded
 
 
 class _Heads(NamedTuple):
@@ -23,8 +24,10 @@ class _Heads(NamedTuple):
     v: jax.Array
 
 
-class Attention(nnx.Module):
+class Attention(CachedLayer):
     """Causal grouped-query attention: y, cache = layer(x [B, T, d_model], cache).
+
+    Tokens past the cache's last position are not stored.
 
     Args:
       d_model: width of the hidden state.
@@ -43,8 +46,6 @@ class Attention(nnx.Module):
       dtype, param_dtype, kernel_init, out_kernel_init: as in `flax.nnx.Linear`.
       rngs: of the parameters.
     """
-
-    mesh_axes: MeshAxes | None = None
 
     def __init__(
         self,
@@ -135,51 +136,8 @@ class Attention(nnx.Module):
         dtype = dtype or self.dtype
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), Progress.zeros(batch_size))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: KVCache | None = None,
-        *,
-        lengths: jax.Array | None = None,
-        valid: jax.Array | None = None,
-        resets: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
-        """Advance by the tokens of `x` and commit them; arguments as in the mixers.
-
-        Tokens past the cache's last position are not stored.
-        """
-        position = jnp.zeros((x.shape[0],), jnp.int32)
-        if cache is not None:
-            assert cache.progress is not None
-            position = cache.progress.position
-        span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
-        y, cache = self.advance(x, cache, span, mode="prefill")
-        if cache is not None:
-            assert cache.progress is not None
-            cache = dataclasses.replace(cache, progress=cache.progress.prefilled(span))
-        return y, cache
-
-    def verify(
-        self, x: jax.Array, cache: KVCache, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, KVCache]:
-        """Run T drafts [B, T, d_model]; they stay pending until `commit`."""
-        assert cache.progress is not None
-        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
-        y, new = self.advance(x, cache, span, mode="verify")
-        assert new is not None and new.progress is not None
-        return y, dataclasses.replace(new, progress=new.progress.drafted(span))
-
-    def commit(self, cache: KVCache, accepted: jax.Array | int) -> KVCache:
-        """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
-        assert cache.progress is not None
-        return dataclasses.replace(cache, progress=cache.progress.commit(accepted))
-
-    def reset(self, cache: KVCache, where: jax.Array) -> KVCache:
-        """Empty the rows `where` [B] bool."""
-        return reset_rows(cache, where)
-
     def advance(
-        self, x: jax.Array, cache: KVCache | None, span: Span, *, mode: str
+        self, x: jax.Array, cache: KVCache | None, span: Span, *, mode: Mode
     ) -> tuple[jax.Array, KVCache | None]:
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
         del mode

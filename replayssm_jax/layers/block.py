@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.layers.attention import Attention
-from replayssm_jax.layers.mixer import ReplayMixer
+from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
 from replayssm_jax.layers.progress import Span
 
@@ -33,7 +32,7 @@ class HybridBlock(nnx.Module):
         self,
         d_model: int,
         *,
-        mixers: Sequence[ReplayMixer | Attention],
+        mixers: Sequence[CachedLayer],
         mlp: Callable[[jax.Array], jax.Array] | None = None,
         norm: Literal["pre", "post"] = "pre",
         residual_scale: float = 1.0,
@@ -80,7 +79,7 @@ class HybridBlock(nnx.Module):
         return tuple(mixer.reset(c, where) for mixer, c in zip(self.mixers, cache, strict=True))
 
     def advance(
-        self, x: jax.Array, cache: tuple[Any, ...] | None, span: Span, *, mode: Any
+        self, x: jax.Array, cache: tuple[Any, ...] | None, span: Span, *, mode: Mode
     ) -> tuple[jax.Array, tuple[Any, ...] | None]:
         """Run the block at `span`; the returned caches' progress has not moved yet."""
         return self._run(x, cache, lambda mixer, h, c: mixer.advance(h, c, span, mode=mode))

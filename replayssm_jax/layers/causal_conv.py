@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from replayssm_jax.layers.activations import ACTIVATIONS
+from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.progress import Progress, Span
 
 
@@ -37,7 +38,7 @@ def _compact(x: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, order[:, :, None], axis=1)
 
 
-class CausalConv(nnx.Module):
+class CausalConv(CachedLayer):
     """y_t = act(bias + sum_d kernel[K - 1 - d] * x_{t - d}), each channel by itself.
 
     Tokens that are not real do not enter the history, wherever they stand, and give zero.
@@ -85,49 +86,19 @@ class CausalConv(nnx.Module):
         del size
         return ConvCache(self.init_history(batch_size, dtype), Progress.zeros(batch_size))
 
-    def __call__(
-        self,
-        x: jax.Array,
-        cache: ConvCache | None = None,
-        *,
-        lengths: jax.Array | None = None,
-        valid: jax.Array | None = None,
-        resets: jax.Array | None = None,
-    ) -> tuple[jax.Array, ConvCache | None]:
-        """Convolve `x` [B, T, C] and commit its tokens; without a cache, start from nothing.
-
-        Args:
-          x: [B, T, C].
-          cache: a `ConvCache`, or None.
-          lengths: [B] int32, real tokens at the front of each row.
-          valid: [B, T] bool, any pattern of real tokens, instead of `lengths`.
-          resets: [B, T] bool, forget everything before this token.
-
-        Returns:
-          y [B, T, C] in the layer's dtype, and the cache.
-        """
-        progress = Progress.zeros(x.shape[0]) if cache is None else cache.progress
-        span = Span.make(progress.position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
-        history = None if cache is None else cache.history
-        y, history = self.convolve(x, history, span)
-        return y, None if history is None else ConvCache(history, progress.prefilled(span))
-
-    def verify(
-        self, x: jax.Array, cache: ConvCache, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, ConvCache]:
-        """Convolve T <= max_tokens drafts [B, T, C]; they stay pending until `commit`."""
-        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
-        y, history = self.convolve(x, cache.history, span, drafts=True)
-        assert history is not None
-        return y, ConvCache(history, cache.progress.drafted(span))
-
-    def commit(self, cache: ConvCache, accepted: jax.Array | int) -> ConvCache:
-        """Accept the first `accepted` (int32 scalar or [B]) pending drafts."""
-        return dataclasses.replace(cache, progress=cache.progress.commit(accepted))
-
     def reset(self, cache: ConvCache, where: jax.Array) -> ConvCache:
         """Empty the rows `where` [B] bool, at the cost of moving their position."""
         return dataclasses.replace(cache, progress=cache.progress.reset(where))
+
+    def advance(
+        self, x: jax.Array, cache: ConvCache | None, span: Span, *, mode: Mode
+    ) -> tuple[jax.Array, ConvCache | None]:
+        """Convolve `x` [B, T, C] at `span`; y in the layer's dtype, and the cache not yet moved."""
+        history = None if cache is None else cache.history
+        y, history = self.convolve(x, history, span, drafts=mode == "verify")
+        if cache is None or history is None:
+            return y, None
+        return y, dataclasses.replace(cache, history=history)
 
     def convolve(
         self, x: jax.Array, history: jax.Array | None, span: Span, *, drafts: bool = False

@@ -12,24 +12,23 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from replayssm_jax.decode import commit, verify
 from replayssm_jax.inputs import TokenInputs
-from replayssm_jax.layers.cache import MixerCache, reset_pointer, reset_rows
+from replayssm_jax.layers.cache import MixerCache, reset_pointer
+from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
-from replayssm_jax.layers.sharding import MeshAxes, run_sharded
+from replayssm_jax.layers.sharding import run_sharded
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, init_state, materialize
 
-Mode = Literal["prefill", "verify"]
 Decode = Literal["replay", "recurrent"]
 
 
-class ReplayMixer(nnx.Module):
+class ReplayMixer(CachedLayer):
     """Base of the mixers; `spec` and `conv` are set by the family.
 
     `y, cache = layer(x, cache)` advances by the T tokens of `x` [B, T, d_model]: a single token is
@@ -38,7 +37,6 @@ class ReplayMixer(nnx.Module):
 
     spec: ReplaySpec
     conv: CausalConv
-    mesh_axes: MeshAxes | None = None
 
     def project(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Map x [B, T, d_model] to convolution channels [B, T, C] and what else `output` needs."""
@@ -91,61 +89,29 @@ class ReplayMixer(nnx.Module):
         valid: jax.Array | None = None,
         resets: jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache | None]:
-        """Advance by the tokens of `x` and commit them.
-
-        Args:
-          x: [B, T, d_model].
-          cache: from `init_cache`; None runs the sequence from nothing and keeps nothing
-            (training).
-          lengths: [B] int32, real tokens at the front of each row.
-          valid: [B, T] bool, any pattern of real tokens, instead of `lengths`.
-          resets: [B, T] bool, forget everything before this token.
-
-        Returns:
-          y [B, T, d_model], zero where a token is not real, and the cache.
-        """
-        if cache is not None and x.shape[1] == 1 and resets is None:
+        """Advance by the tokens of `x` and commit them; arguments as in `CachedLayer`."""
+        one_mask = lengths is None or valid is None
+        if cache is not None and x.shape[1] == 1 and resets is None and one_mask:
             if valid is not None:
                 lengths = valid[:, 0].astype(jnp.int32)
             y, cache = self.verify(x, cache, lengths=lengths)
             return y, self.commit(cache, 1 if lengths is None else jnp.minimum(lengths, 1))
-        position = jnp.zeros((x.shape[0],), jnp.int32)
-        if cache is not None:
-            assert cache.progress is not None
-            position = cache.progress.position
-        span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
-        y, cache = self.advance(x, cache, span, mode="prefill")
-        if cache is not None:
-            assert cache.progress is not None
-            cache = dataclasses.replace(cache, progress=cache.progress.prefilled(span))
-        return y, cache
-
-    def verify(
-        self, x: jax.Array, cache: MixerCache, *, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, MixerCache]:
-        """Run T <= max_tokens drafts [B, T, d_model]; they stay pending until `commit`."""
-        assert cache.progress is not None
-        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
-        y, new = self.advance(x, cache, span, mode="verify")
-        assert new is not None and new.progress is not None
-        return y, dataclasses.replace(new, progress=new.progress.drafted(span))
+        return super().__call__(x, cache, lengths=lengths, valid=valid, resets=resets)
 
     def commit(self, cache: MixerCache, accepted: jax.Array | int) -> MixerCache:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
-        assert cache.progress is not None
-        state = cache.state
-        if isinstance(state, ReplayState):
-            state = commit(self.spec, state, accepted)
-        return dataclasses.replace(cache, state=state, progress=cache.progress.commit(accepted))
+        cache = super().commit(cache, accepted)
+        if not isinstance(cache.state, ReplayState):
+            return cache
+        return dataclasses.replace(cache, state=commit(self.spec, cache.state, accepted))
 
     def reset(self, cache: MixerCache, where: jax.Array) -> MixerCache:
         """Empty the rows `where` [B] bool, at the cost of moving their pointer."""
-        cache = reset_rows(cache, where)
-        state = cache.state
-        if isinstance(state, ReplayState):
-            pointer = reset_pointer(self.spec, state.pointer, where)
-            state = dataclasses.replace(state, pointer=pointer)
-        return dataclasses.replace(cache, state=state)
+        cache = super().reset(cache, where)
+        if not isinstance(cache.state, ReplayState):
+            return cache
+        pointer = reset_pointer(self.spec, cache.state.pointer, where)
+        return dataclasses.replace(cache, state=dataclasses.replace(cache.state, pointer=pointer))
 
     def advance(
         self, x: jax.Array, cache: MixerCache | None, span: Span, *, mode: Mode

@@ -19,7 +19,8 @@ from replayssm_jax.layers.cache import (
     reset_rows,
     take_rows,
 )
-from replayssm_jax.layers.mixer import Decode, Mode, ReplayMixer
+from replayssm_jax.layers.cached import Mode
+from replayssm_jax.layers.mixer import Decode, ReplayMixer
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import MeshAxes
 from replayssm_jax.models.build import build_block

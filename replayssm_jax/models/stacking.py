@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from replayssm_jax.flush_switch import flush_all, flush_rows
 from replayssm_jax.layers import HybridBlock, MixerCache, ReplayMixer
 from replayssm_jax.layers.cache import attach, detach
-from replayssm_jax.layers.mixer import Mode
+from replayssm_jax.layers.cached import Mode
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import row_specs
 from replayssm_jax.spec import ReplaySpec

@@ -359,8 +359,10 @@ def test_impossible_arguments_raise():
     cache = layer.init_cache(B)
     with pytest.raises(ValueError, match="T must be at most max_tokens=4, found T=5"):
         layer.verify(x, cache)
-    with pytest.raises(ValueError, match="not both"):
-        layer(x, cache, lengths=jnp.ones(B, jnp.int32), valid=jnp.ones((B, 5), bool))
+    for n in (1, 5):
+        masks = {"lengths": jnp.ones(B, jnp.int32), "valid": jnp.ones((B, n), bool)}
+        with pytest.raises(ValueError, match="not both"):
+            layer(x[:, :n], cache, **masks)
     with pytest.raises(ValueError, match="valid must have shape"):
         layer(x, cache, valid=jnp.ones((B, SHORT), bool))
     with pytest.raises(ValueError, match="decode must be"):

@@ -1,0 +1,81 @@
+"""CachedLayer: what every layer with a cache does with the progress of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from replayssm_jax.layers.cache import reset_rows
+from replayssm_jax.layers.progress import Span
+from replayssm_jax.layers.sharding import MeshAxes
+
+Mode = Literal["prefill", "verify"]
+
+
+class CachedLayer(nnx.Module):
+    """Base of the layers with a cache: y, cache = layer(x [B, T, d], cache).
+
+    A layer gives `init_cache` and `advance`, which runs tokens but does not count them. Here they
+    are counted: at once in a call, and in `commit` after `verify`, so that rejected drafts are
+    undone by not moving.
+    """
+
+    mesh_axes: MeshAxes | None = None
+
+    def init_cache(self, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        """Return the cache of `batch_size` empty rows; the rest of the arguments is the layer's."""
+        raise NotImplementedError
+
+    def advance(self, x: jax.Array, cache: Any, span: Span, *, mode: Mode) -> tuple[jax.Array, Any]:
+        """Run the layer at `span`; the returned cache's progress has not moved yet."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        x: jax.Array,
+        cache: Any = None,
+        *,
+        lengths: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Advance by the tokens of `x` and commit them.
+
+        Args:
+          x: [B, T, d], T of any size.
+          cache: from `init_cache`; None runs the sequence from nothing and keeps nothing
+            (training).
+          lengths: [B] int32, real tokens at the front of each row.
+          valid: [B, T] bool, any pattern of real tokens, instead of `lengths`.
+          resets: [B, T] bool, forget everything before this token.
+
+        Returns:
+          y [B, T, d], zero where a token is not real, and the cache.
+        """
+        progress = None if cache is None else cache.progress
+        position = jnp.zeros((x.shape[0],), jnp.int32) if progress is None else progress.position
+        span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
+        y, new = self.advance(x, cache, span, mode="prefill")
+        if progress is None:
+            return y, None
+        return y, dataclasses.replace(new, progress=progress.prefilled(span))
+
+    def verify(
+        self, x: jax.Array, cache: Any, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Run T <= max_tokens drafts [B, T, d]; they stay pending until `commit`."""
+        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
+        y, new = self.advance(x, cache, span, mode="verify")
+        return y, dataclasses.replace(new, progress=cache.progress.drafted(span))
+
+    def commit(self, cache: Any, accepted: jax.Array | int) -> Any:
+        """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
+        return dataclasses.replace(cache, progress=cache.progress.commit(accepted))
+
+    def reset(self, cache: Any, where: jax.Array) -> Any:
+        """Empty the rows `where` [B] bool."""
+        return reset_rows(cache, where)

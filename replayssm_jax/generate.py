@@ -286,14 +286,15 @@ def _start(
         )
     limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
     if state is None:
-        size = cache_size or round_up(width + capacity, 64)
-        shapes = jax.eval_shape(unstack_layers, model) if unstack else model
-        cache = shapes.init_cache(batch_size, size, decode=decode, ragged=ragged)
-        seen = None
-        if sampling.repetition_penalty is not None:
-            seen = jnp.zeros((batch_size, model.config.vocab_size), bool)
-        logits = jnp.zeros((batch_size, model.config.vocab_size), jnp.float32)
-        state = GenerateState(cache, logits, seen)
+        state = _init(
+            model,
+            batch_size,
+            cache_size or round_up(width + capacity, 64),
+            decode=decode,
+            ragged=ragged,
+            penalised=sampling.repetition_penalty is not None,
+            unstack=unstack,
+        )
     elif sampling.repetition_penalty is not None and state.seen is None:
         raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
     _check_room(prompt, state.cache)
@@ -305,6 +306,29 @@ def _start(
         pad_token=jnp.asarray(pad_token, jnp.int32),
     )
     return control, _prefill(model, prompt, state, control, capacity, unstack)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("batch_size", "size", "decode", "ragged", "penalised", "unstack")
+)
+def _init(
+    model: HybridLM,
+    batch_size: int,
+    size: int,
+    *,
+    decode: Decode,
+    ragged: bool,
+    penalised: bool,
+    unstack: bool,
+) -> GenerateState:
+    """Make the state of empty rows: one program, and on a mesh every part where it belongs."""
+    model = unstack_layers(model) if unstack else model
+    shape = batch_size, model.config.vocab_size
+    return GenerateState(
+        cache=model.init_cache(batch_size, size, decode=decode, ragged=ragged),
+        logits=jnp.zeros(shape, jnp.float32),
+        seen=jnp.zeros(shape, bool) if penalised else None,
+    )
 
 
 def _check_room(prompt: Prompt, cache: HybridCache) -> None:

@@ -129,16 +129,20 @@ def reset(model, cache, where):
     return model.reset(cache, where)
 
 
-def compile_quickly(patch):
-    """Replace the compiled parts of generate by ones that skip XLA's optimisations."""
+def compile_quickly(patch, wrap=lambda f: f):
+    """Replace the compiled parts of generate by ones that skip XLA's optimisations.
+
+    `wrap` sees each of the Python functions before it is jitted.
+    """
     parts = {
+        "_init": (("batch_size", "size", "decode", "ragged", "penalised", "unstack"), ()),
         "_prefill": (("capacity", "unstack"), "state"),
         "_decode": ("unstack", "carry"),
         "_decode_chunk": (("chunk", "unstack"), "carry"),
     }
     module = importlib.import_module("replayssm_jax.generate")
     for name, (static, donated) in parts.items():
-        f = getattr(module, name).__wrapped__
+        f = wrap(getattr(module, name).__wrapped__)
         patch.setattr(module, name, jit(f, static_argnames=static, donate_argnames=donated))
 
 

@@ -1,5 +1,8 @@
 """ReplaySSM for JAX: decode SSM and linear-attention layers by caching inputs, not states."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from replayssm_jax.decode import commit, flush, step, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.loops import scan_steps, while_loop
@@ -16,6 +19,12 @@ from replayssm_jax.state import (
     reset,
     take,
 )
+
+if TYPE_CHECKING:
+    from replayssm_jax import layers as layers
+    from replayssm_jax import models as models
+    from replayssm_jax.generate import generate as generate
+    from replayssm_jax.generate import stream as stream
 
 __version__ = "0.1.0"
 
@@ -40,3 +49,20 @@ __all__ = [
     "verify",
     "while_loop",
 ]
+
+_NEED_FLAX = ("generate", "layers", "models", "stream")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NEED_FLAX})
+
+
+if not TYPE_CHECKING:  # a type checker would take any name from it
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs Flax when it is first asked for; the core does without."""
+        if name == "stream":
+            return importlib.import_module("replayssm_jax.generate").stream
+        if name in _NEED_FLAX:
+            return importlib.import_module(f"replayssm_jax.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

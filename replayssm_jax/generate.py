@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -458,3 +461,16 @@ def _decode_chunk(
     if carry.state.cache.pointer is None or chunk % window:
         return jax.lax.scan(body, carry, None, chunk)[0]
     return scan_steps(body, carry, None, chunk, window=window)[0]
+
+
+class _Callable(types.ModuleType):
+    """A module that is called like its function.
+
+    Importing it makes it the package's `generate`, so `rs.generate(...)` must work on it.
+    """
+
+    __call__ = staticmethod(generate)
+    __signature__ = inspect.signature(generate)
+
+
+sys.modules[__name__].__class__ = _Callable

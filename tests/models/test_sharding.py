@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
+import itertools
+import math
 import re
 
 import jax
@@ -34,12 +37,26 @@ from replayssm_jax.models import (
 )
 
 B, SIZE = 8, 32
-# Each mesh with one family, since compiling for eight devices takes seconds.
-CASES = [("mamba2", (8, 1)), ("gated_delta_net", (4, 2)), ("kda", (1, 8))]
+CASES = list(itertools.product(FAMILIES, [(8, 1), (4, 2), (1, 8)]))
 
-MOVES = "all-gather|all-to-all|collective-permute|reduce-scatter"
+module = importlib.import_module("replayssm_jax.generate")
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        compile_quickly(patch)
+        yield
+
+
+def moved(lowered):
+    """Shapes of what the compiled program moves between devices, and of what it sums over them."""
+    text = lowered.compile().as_text()
+    moves = "all-gather|all-to-all|collective-permute|reduce-scatter"
+    shapes = re.findall(rf"= (.+?) (?:{moves})(?:-start)?\(", text)
+    return shapes, re.findall(r"= (.+?) all-reduce(?:-start)?\(", text)
 
 
 @functools.cache
@@ -47,11 +64,11 @@ def make_model(family, groups=8):
     config = make_config(
         family,
         layers=[LayerConfig((family,)), LayerConfig(("attention",), "swiglu")],
-        mamba2=Mamba2Config(num_heads=8, head_dim=2, state_dim=3, num_groups=groups),
+        mamba2=Mamba2Config(num_heads=8, head_dim=4, state_dim=7, num_groups=groups),
         gated_delta_net=GatedDeltaNetConfig(
-            num_key_heads=groups, num_value_heads=8, key_dim=3, value_dim=2
+            num_key_heads=groups, num_value_heads=8, key_dim=7, value_dim=4
         ),
-        kda=KDAConfig(num_heads=8, key_dim=3, value_dim=2),
+        kda=KDAConfig(num_heads=8, key_dim=7, value_dim=4),
         attention=AttentionConfig(num_heads=8, num_kv_heads=groups, head_dim=2),
         replay_window=4,
     )
@@ -73,14 +90,18 @@ def prefill(model, tokens, cache, lengths):
     return model.prefill(tokens, cache, lengths=lengths)
 
 
+@functools.cache
+def on_mesh(family, mesh_shape, groups=8):
+    model = make_model(family, groups)
+    return model if mesh_shape is None else shard_model(model, make_mesh(mesh_shape))
+
+
 LENGTHS = jnp.array([6, 1, 3, 0, 6, 2, 5, 4], jnp.int32)
 
 
 @functools.cache
 def run(family, mesh_shape, groups=8):
-    model = make_model(family, groups)
-    if mesh_shape is not None:
-        model = shard_model(model, make_mesh(mesh_shape))
+    model = on_mesh(family, mesh_shape, groups)
     tokens = random_tokens(B, 6)
     logits, cache = prefill(model, tokens, model.init_cache(B, SIZE), LENGTHS)
     outputs = [np.asarray(logits)]
@@ -113,12 +134,60 @@ def test_prefill_and_steps_equal_one_device(family, mesh_shape):
 def test_no_state_and_no_ring_is_gathered(family, mesh_shape):
     """The only communication is the sum of each branch's partial results."""
     model, _, cache = run(family, mesh_shape)
-    text = step.lower(model, random_tokens(B, 1)[:, 0], cache).compile().as_text()
-    found = re.findall(rf"= \S+ ({MOVES})(?:-start)?\(", text)
-    assert not found, found
-    sums = re.findall(r"= (\S+) all-reduce(?:-start)?\(", text)
+    tokens = random_tokens(B, 6)
     # Embedding, mixer, attention, MLP; the logits stay split over the vocabulary.
-    assert len(sums) == (0 if mesh_shape == (8, 1) else 4), sums
+    sums = 0 if mesh_shape == (8, 1) else 4
+    for program in (
+        step.lower(model, tokens[:, 0], cache),
+        prefill.lower(model, tokens, model.init_cache(B, SIZE), LENGTHS),
+    ):
+        shapes, summed = moved(program)
+        assert not shapes
+        assert len(summed) == sums, summed
+
+
+PROMPTS = [[3], [7, 1, 4], [2], [9, 9], [1], [2, 3], [5], [6, 7, 8]]
+SAMPLED = dict(temperature=1.0, top_k=5)
+N = 9
+
+
+@functools.cache
+def sampled(family, mesh_shape):
+    model = on_mesh(family, mesh_shape)
+    return generate(model, PROMPTS, max_new_tokens=N, key=jax.random.key(0), **SAMPLED)
+
+
+@pytest.mark.parametrize("family, mesh_shape", CASES, ids=str)
+def test_generate_equals_one_device(family, mesh_shape):
+    """And its loop gathers no state and no ring: only logits move, to be ranked by sampling."""
+    out, expected = sampled(family, mesh_shape), sampled(family, None)
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    assert_close(out.logprobs, expected.logprobs)
+    model = on_mesh(family, mesh_shape)
+    control, carry = module._start(
+        model,
+        module.as_prompt(PROMPTS),
+        max_new_tokens=N,
+        key=jax.random.key(0),
+        sampling=module.Sampling(**SAMPLED),
+        stops=(None, None),
+        pad_token=0,
+        capacity=module.bucket(N),
+        cache_size=None,
+        decode="replay",
+        state=None,
+        ragged=False,
+        unstack=True,
+    )
+    shapes, _ = moved(module._decode.lower(model, carry, control, True))
+    assert bool(shapes) == (mesh_shape != (8, 1))
+    # Every part of a state is larger than the logits of a device's rows.
+    mixer = carry.state.cache.layers[0][0]
+    logits = B // mesh_shape[0] * model.config.vocab_size
+    assert mixer.state.checkpoint.addressable_shards[0].data.size > logits
+    for shape in shapes:
+        sizes = re.findall(r"\w+\[([\d,]+)\]", shape)
+        assert sum(math.prod(map(int, dims.split(","))) for dims in sizes) <= logits, shape
 
 
 def test_layers_with_uneven_groups_are_replicated():
@@ -147,23 +216,12 @@ def test_stacked_layers_on_a_mesh():
     for t in range(7):
         logits, cache = step(sharded, tokens[:, t], cache)
         assert_close(logits, expected[:, t])
-    text = step.lower(sharded, tokens[:, 0], cache).compile().as_text()
-    assert not re.findall(rf"= \S+ ({MOVES})(?:-start)?\(", text)
-
-
-def test_generate_equals_one_device(monkeypatch):
-    compile_quickly(monkeypatch)
-    model = make_model("gated_delta_net")
-    sharded = shard_model(model, make_mesh((4, 2)))
-    prompts = [[3], [7, 1, 4], [2], [9, 9], [1], [2, 3], [5], [6, 7, 8]]
-    options = dict(max_new_tokens=9, key=jax.random.key(0), temperature=1.0, top_k=5)
-    expected = generate(model, prompts, **options)
-    np.testing.assert_array_equal(generate(sharded, prompts, **options).tokens, expected.tokens)
+    assert not moved(step.lower(sharded, tokens[:, 0], cache))[0]
 
 
 def test_training_forward_and_gradients_on_a_mesh():
     model = make_model("mamba2")
-    sharded = shard_model(model, make_mesh((4, 2)))
+    sharded = on_mesh("mamba2", (4, 2))
     tokens = random_tokens(B, 6)
     grad = jit(jax.value_and_grad(lambda m, t: jnp.mean(m(t) ** 2)))
     expected, expected_grads = grad(model, tokens)

@@ -20,14 +20,17 @@ PIN := $(addprefix -,$(notdir $(PYTHON)) $(subst =,-,$(subst <,-,$(subst >,-,$(J
 PIN := $(subst $(eval) ,,$(PIN))
 RUN := $(VENV)/.run$(PIN)
 DEV := $(VENV)/.dev$(PIN)
+DOCS := $(VENV)/.docs$(PIN)
+FORGET := rm -f $(VENV)/.run* $(VENV)/.dev* $(VENV)/.docs*
 
 .DEFAULT_GOAL := help
-.PHONY: help demo train test lint picture env clean
+.PHONY: help demo train test lint docs picture env clean
 
 help:
 	@echo 'make demo      set up, then decode real text with a small model of each family'
 	@echo 'make test      set up, then run the tests       PYTEST_ARGS="-n 2 -k step"'
 	@echo 'make lint      ruff check, ruff format --check, mypy'
+	@echo 'make docs      build the documentation into build/site, warnings are errors'
 	@echo 'make train     train the models of the demo     ARGS=--help lists the options'
 	@echo 'make picture   draw docs/replayssm.svg'
 	@echo 'make env       only set up $(VENV), with all that development needs'
@@ -47,6 +50,10 @@ lint: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo build/site/index.html
+
 picture: $(DEV)
 	@$(BIN)/python docs/picture.py
 
@@ -58,10 +65,15 @@ clean:
 
 $(RUN): pyproject.toml
 	@$(SETUP) examples
-	@rm -f $(VENV)/.run* $(VENV)/.dev*
+	@$(FORGET)
 	@touch $(RUN)
 
 $(DEV): pyproject.toml
 	@$(SETUP) test,bench
-	@rm -f $(VENV)/.run* $(VENV)/.dev*
+	@$(FORGET)
 	@touch $(RUN) $(DEV)
+
+$(DOCS): pyproject.toml
+	@$(SETUP) test,bench,docs
+	@$(FORGET)
+	@touch $(RUN) $(DEV) $(DOCS)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,16 +24,23 @@ class Block(NamedTuple):
     def name(self) -> str:
         return self.heading.lower().replace(" ", "-")
 
-    def run(self, namespace: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Execute the block, then the `test_` functions that it defines; return its names."""
-        namespace = {"__name__": "block"} if namespace is None else namespace
-        before = dict(namespace)
-        # Leading newlines make tracebacks point into the document.
-        exec(compile("\n" * (self.line - 1) + self.source, self.path, "exec"), namespace)
-        for name, value in list(namespace.items()):
-            if name.startswith("test_") and before.get(name) is not value:
-                value()
-        return namespace
+
+def run_blocks(blocks: Iterable[Block]) -> None:
+    """Execute blocks one after the other in one module, and the `test_` functions they define."""
+    module = types.ModuleType("blocks")
+    names = vars(module)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        for block in blocks:
+            before = dict(names)
+            # Leading newlines make tracebacks point into the document.
+            source = "\n" * (block.line - 1) + block.source
+            exec(compile(source, block.path, "exec"), names)
+            for name, value in list(names.items()):
+                if name.startswith("test_") and before.get(name) is not value:
+                    value()
+    finally:
+        del sys.modules[module.__name__]
 
 
 def python_blocks(path: Path) -> list[Block]:

@@ -6,7 +6,7 @@ import tomllib
 import jax
 import jax.numpy as jnp
 import pytest
-from documents import ROOT, python_blocks
+from documents import ROOT, python_blocks, run_blocks
 
 import replayssm_jax as rs
 
@@ -18,7 +18,7 @@ BLOCKS = [block for name in DOCUMENTS for block in python_blocks(ROOT / name)]
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.name)
 def test_python_block_runs(block):
-    block.run()
+    run_blocks([block])
 
 
 def test_the_three_kinds_of_user_have_a_block():

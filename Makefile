@@ -31,6 +31,7 @@ help:
 	@echo 'make test      set up, then run the tests       PYTEST_ARGS="-n 2 -k step"'
 	@echo 'make lint      ruff check, ruff format --check, mypy'
 	@echo 'make docs      build the documentation into build/site, warnings are errors'
+	@echo 'make bench     time generate both ways         ARGS=--help lists the options'
 	@echo 'make train     train the models of the demo     ARGS=--help lists the options'
 	@echo 'make picture   draw docs/replayssm.svg'
 	@echo 'make env       only set up $(VENV), with all that development needs'
@@ -53,6 +54,9 @@ lint: $(DEV)
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo build/site/index.html
+
+bench: $(DEV)
+	@$(BIN)/python benchmarks/decode_loop.py $(ARGS)
 
 picture: $(DEV)
 	@$(BIN)/python docs/picture.py

@@ -1,0 +1,223 @@
+"""What the benchmarks share: interleaved timing, medians and spread, a correctness gate, JSON rows.
+
+A benchmark makes a `Contender` of its baseline and of each implementation, checks the results of
+one untimed run of each, times all of them in turns, and saves a `Row` for each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Something to time.
+
+    Attributes:
+      run: takes what `prepare` returned, and may donate it; returns arrays.
+      prepare: makes the arguments of one run; not timed.
+      calls: operations in one run, whose time is divided by it.
+    """
+
+    run: Callable[[Any], Any]
+    prepare: Callable[[], Any] = lambda: None
+    calls: int = 1
+
+    def once(self) -> Any:
+        """Run untimed: compiles, and gives the result to check."""
+        return jax.block_until_ready(self.run(self.prepare()))
+
+    def seconds(self) -> float:
+        """Time one run, from ready arguments to ready results."""
+        arguments = jax.block_until_ready(self.prepare())
+        begin = time.perf_counter()
+        jax.block_until_ready(self.run(arguments))
+        return (time.perf_counter() - begin) / self.calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the median, and the first and third quartile."""
+
+    us: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        """Summarise timings in seconds."""
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(1e6 * statistics.median(seconds), 1e6 * low, 1e6 * high)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured case of one implementation.
+
+    Attributes:
+      case: what was run.
+      family: "mamba2", "gated_delta_net" or "kda".
+      batch, tokens: rows, and tokens of each row that one call handles.
+      read_dtype: format of the read copy, None without one.
+      implementation: what was timed against the baseline.
+      us, us_spread: median microseconds of a call, and its quartiles.
+      baseline_us, baseline_us_spread: the same of the baseline, timed in turns with it.
+      speedup: baseline_us / us.
+      fraction_of_read_bandwidth: bytes that the call has to read, over its time and the device's
+        measured read bandwidth; None where it was not measured.
+      rel_err: of the results, against the reference of the correctness gate.
+      extra: what the benchmark adds.
+    """
+
+    case: str
+    family: str
+    batch: int
+    tokens: int
+    read_dtype: str | None
+    implementation: str
+    us: float
+    us_spread: tuple[float, float]
+    baseline_us: float
+    baseline_us_spread: tuple[float, float]
+    speedup: float
+    fraction_of_read_bandwidth: float | None
+    rel_err: float
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class WrongResult(Exception):
+    """An implementation's results differ from the reference: no time of it is worth reporting."""
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """Norm of the difference over the norm of the reference, the worst leaf of two pytrees."""
+    errors = [0.0]
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    for one, two in pairs:
+        one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
+        if one.shape != two.shape:
+            raise WrongResult(f"shape {one.shape}, expected {two.shape}")
+        scale = np.linalg.norm(two)
+        gap = np.linalg.norm(one - two)
+        errors.append(float(gap / scale) if scale else (0.0 if gap == 0 else float("inf")))
+    # max() would pass over a NaN that does not come first.
+    return float(np.max(errors))
+
+
+def check(name: str, found: Any, expected: Any, *, limit: float) -> float:
+    """Return the relative error of a result.
+
+    Raises:
+      WrongResult: it is above `limit`, or not a number.
+    """
+    error = relative_error(found, expected)
+    if not error <= limit:
+        raise WrongResult(f"{name}: relative error {error:.2e}, allowed {limit:.0e}")
+    return error
+
+
+def time_in_turns(
+    contenders: Mapping[str, Contender], *, repeats: int, tick: Callable[[], None] = lambda: None
+) -> dict[str, Timing]:
+    """Time contenders one after the other, `repeats` times, in alternating order.
+
+    So clock changes and other load on the machine fall on all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for repeat in range(repeats):
+        for name in names if repeat % 2 == 0 else reversed(names):
+            seconds[name].append(contenders[name].seconds())
+            tick()
+    return {name: Timing.of(times) for name, times in seconds.items()}
+
+
+def row(timing: Timing, baseline: Timing, **facts: Any) -> Row:
+    """Make the row of one implementation."""
+    return Row(
+        us=timing.us,
+        us_spread=(timing.low, timing.high),
+        baseline_us=baseline.us,
+        baseline_us_spread=(baseline.low, baseline.high),
+        speedup=baseline.us / timing.us,
+        **facts,
+    )
+
+
+def device_name() -> str:
+    """Name of the device for file names; a CPU says its architecture and cores."""
+    device = jax.devices()[0]
+    name = device.device_kind
+    if device.platform == "cpu":
+        name = f"cpu {platform.machine()} {len(os.sched_getaffinity(0))} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def save(
+    benchmark: str, rows: Sequence[Row], options: Mapping[str, Any], folder: Path = RESULTS
+) -> Path:
+    """Write the rows to <folder>/<benchmark>-<device>.json, in one move, and return the path."""
+    device = jax.devices()[0]
+    record = {
+        "benchmark": benchmark,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "options": dict(options),
+        "rows": [dataclasses.asdict(one) for one in rows],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark}-{device_name()}.json"
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def progress(console: Console) -> Progress:
+    """Return a bar for the runs of a benchmark."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """Show rows, with half the distance of the quartiles as spread."""
+    shown = Table(title=title, title_justify="left")
+    for name in ("case", "family", "implementation"):
+        shown.add_column(name)
+    for name in ("batch", "us", "baseline us", "speedup", "rel. error"):
+        shown.add_column(name, justify="right")
+
+    def spread(us: float, quartiles: tuple[float, float]) -> str:
+        return f"{us:,.1f} ±{(quartiles[1] - quartiles[0]) / 2 / us:.0%}"
+
+    for one in rows:
+        shown.add_row(
+            one.case,
+            one.family,
+            one.implementation,
+            str(one.batch),
+            spread(one.us, one.us_spread),
+            spread(one.baseline_us, one.baseline_us_spread),
+            f"{one.speedup:.2f}",
+            f"{one.rel_err:.0e}",
+        )
+    return shown

@@ -20,12 +20,19 @@ def page_name(page):
     return page.relative_to(DOCS).with_suffix("").as_posix()
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=page_name)
+def pages_with_blocks():
+    for page in PAGES:
+        if python_blocks(page):
+            marks = [pytest.mark.slow] if page.parent.name == "users" else []
+            yield pytest.param(page, marks=marks, id=page_name(page))
+
+
+@pytest.mark.parametrize("page", list(pages_with_blocks()))
 def test_blocks_run_from_top_to_bottom(page):
     run_blocks(python_blocks(page))
 
 
-@pytest.mark.parametrize("page", [*PAGES], ids=page_name)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_page_is_in_the_navigation_and_says_something(page):
     assert f": {page.relative_to(DOCS)}\n" in (ROOT / "mkdocs.yml").read_text()
     if page.parent.name == "users":
@@ -39,12 +46,13 @@ def resolve(path):
 
 
 def test_reference_names_everything_public():
-    public = {f"replayssm_jax.{name}" for name in rs.__all__}
+    public = [getattr(rs, name) for name in rs.__all__]
     for module in (layers, models):
-        names = [n for n, x in vars(module).items() if inspect.isclass(x) or inspect.isfunction(x)]
-        public |= {f"{module.__name__}.{name}" for name in names}
-    public |= {f"{generate.__name__}.{name}" for name in ("generate", "stream")}
-    assert public <= set(REFERENCE)
+        public += [x for x in vars(module).values() if inspect.isclass(x) or inspect.isfunction(x)]
+    public += [generate.generate, generate.stream]
+    documented = [resolve(path) for path in REFERENCE]
+    assert not [x for x in public if x not in documented]
+    assert not [path for path in REFERENCE if inspect.ismodule(resolve(path))]
     assert len(REFERENCE) == len(set(REFERENCE))
 
 

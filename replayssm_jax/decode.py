@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import checkify
 
 from replayssm_jax import dispatch, window
-from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due
+from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import (
@@ -28,6 +28,7 @@ from replayssm_jax.state import (
     check_state,
     committed_records,
     concrete,
+    emptied,
     require_ragged,
 )
 
@@ -51,7 +52,8 @@ def verify(
       inputs: 1 <= T <= `spec.max_tokens` tokens.
       lengths: None, or int [B] in [0, T], how many tokens of each row are real. A row with 0 is
         left untouched. Outputs of tokens that are not real are zero. Needs ragged pointers.
-      implementation: None or "xla"; a named one that cannot run raises.
+      implementation: None for the best that supports the case, or "xla" or "mosaic_gpu" (Pallas
+        kernels for Hopper GPUs); a named one that cannot run raises.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state with T (or `lengths`) pending
@@ -62,13 +64,13 @@ def verify(
       ValueError: a wrong shape, T above `max_tokens`, `lengths` on a scalar pointer, and (where the
         values are known) lengths out of range or gates that are positive or not finite.
     """
-    dispatch.resolve(implementation)
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
+    chosen = dispatch.resolve(implementation, spec, num_tokens)
     lengths = check_lengths(state, lengths, num_tokens)
     check_gates(inputs.g, leading(lengths, num_tokens))
     _check_phase(spec, state)
-    return _verify(spec, state, inputs, lengths)
+    return _verify(spec, state, inputs, lengths, chosen)
 
 
 def step(
@@ -92,12 +94,12 @@ def step(
     Raises:
       TypeError, ValueError: as `verify`.
     """
-    dispatch.resolve(implementation)
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
+    chosen = dispatch.resolve(implementation, spec, 1)
     check_gates(inputs.g, None)
     _check_phase(spec, state)
-    return _step(spec, state, inputs)
+    return _step(spec, state, inputs, chosen)
 
 
 def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> ReplayState:
@@ -149,12 +151,12 @@ def flush(
     Raises:
       TypeError, ValueError: wrong shapes or dtypes, `where` on a scalar pointer.
     """
-    dispatch.resolve(implementation)
     batch_size = check_state(spec, state)
+    chosen = dispatch.resolve(implementation, spec, 0)
     if where is not None:
         require_ragged(state, "where")
         where = check_rows("where", where, batch_size, jnp.bool)
-    return _flush(spec, state, where)
+    return _flush(spec, state, where, chosen)
 
 
 def check_lengths(
@@ -208,11 +210,16 @@ def as_tokens(
             name: jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
             for name, x in parts.items()
         }
-    log_decay = parts["log_decay"]
-    checkify.debug_check(
-        jnp.all(jnp.isfinite(log_decay) & (log_decay <= 0)), "g must be finite and at most 0"
-    )
+    _check_real_gates(parts["log_decay"], None)
     return window.Tokens(**parts)
+
+
+def _check_real_gates(g: jax.Array, real: jax.Array | None) -> None:
+    """As `check_gates`, where values are known only at run time: off unless under `checkify`."""
+    good = jnp.isfinite(g) & (g <= 0)
+    if real is not None:
+        good = good | ~real.reshape(*real.shape, *(1,) * (g.ndim - 2))
+    checkify.debug_check(jnp.all(good), "g must be finite and at most 0")
 
 
 def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
@@ -234,12 +241,18 @@ def _refuse_to_differentiate(primals: Any, tangents: Any) -> Any:
     raise TypeError("verify and step are not differentiable; train through prefill")
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
 def _verify(
-    spec: ReplaySpec, state: ReplayState, inputs: TokenInputs, lengths: jax.Array | None
+    spec: ReplaySpec,
+    state: ReplayState,
+    inputs: TokenInputs,
+    lengths: jax.Array | None,
+    implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
     num_tokens = inputs.v.shape[1]
     state, inputs = _not_differentiable((state, inputs))
+    if implementation != "xla":
+        return _verify_by_kernel(spec, state, inputs, lengths, implementation)
     before = state.pointer
     num_new: jax.Array | int = num_tokens if lengths is None else lengths
     state = dataclasses.replace(
@@ -275,11 +288,43 @@ def _verify(
     return output.astype(inputs.v.dtype), state
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _step(
-    spec: ReplaySpec, state: ReplayState, inputs: TokenInputs
+def _verify_by_kernel(
+    spec: ReplaySpec,
+    state: ReplayState,
+    inputs: TokenInputs,
+    lengths: jax.Array | None,
+    implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
-    output, state = _verify(spec, state, inputs, None)
+    """The same in one kernel, which decides row by row whether to fold, also inside a loop."""
+    from replayssm_jax import kernels
+
+    num_tokens = inputs.v.shape[1]
+    pointer = state.pointer
+    _check_real_gates(inputs.g, leading(lengths, num_tokens))
+    output, checkpoint, buffer = kernels.step(
+        spec,
+        state.checkpoint,
+        state.buffer,
+        pointer,
+        lengths,
+        inputs,
+        interpret=implementation == "mosaic_gpu_interpret",
+    )
+    num_new = jnp.asarray(num_tokens if lengths is None else lengths, jnp.int32)
+    pending = jnp.where(num_new > 0, num_new, pointer.pending)
+    pointer = emptied(spec, pointer, is_due(spec, pointer, num_new))
+    pointer = dataclasses.replace(pointer, pending=pending)
+    return output, dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, pointer=pointer)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
+def _step(
+    spec: ReplaySpec,
+    state: ReplayState,
+    inputs: TokenInputs,
+    implementation: dispatch.Implementation,
+) -> tuple[jax.Array, ReplayState]:
+    output, state = _verify(spec, state, inputs, None, implementation)
     pointer = _commit(state.pointer, jnp.ones((), jnp.int32))
     return output, dataclasses.replace(state, pointer=pointer)
 
@@ -295,9 +340,28 @@ def _commit(pointer: Pointer, accepted: jax.Array) -> Pointer:
     return dataclasses.replace(pointer, length=length, pending=jnp.zeros_like(pointer.pending))
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _flush(spec: ReplaySpec, state: ReplayState, where: jax.Array | None) -> ReplayState:
-    return flush_all(spec, state) if where is None else flush_rows(spec, state, where)
+@functools.partial(jax.jit, static_argnames=("spec", "implementation"))
+def _flush(
+    spec: ReplaySpec,
+    state: ReplayState,
+    where: jax.Array | None,
+    implementation: dispatch.Implementation,
+) -> ReplayState:
+    if implementation == "xla":
+        return flush_all(spec, state) if where is None else flush_rows(spec, state, where)
+    from replayssm_jax import kernels
+
+    due = jnp.ones((), jnp.bool) if where is None else where
+    checkpoint = kernels.fold(
+        spec,
+        state.checkpoint,
+        state.buffer,
+        state.pointer,
+        due,
+        interpret=implementation == "mosaic_gpu_interpret",
+    )
+    pointer = emptied(spec, state.pointer, due)
+    return dataclasses.replace(state, checkpoint=checkpoint, pointer=pointer)
 
 
 def _append(

@@ -1,29 +1,95 @@
-"""Which implementation runs an operation: the meaning of `implementation=`."""
+"""Which implementation runs an operation: the meaning of `implementation=`.
+
+A name that cannot run raises with the reason; None picks the best that supports the case and falls
+back to "xla" without a word.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any, Literal
 
-Implementation = Literal["xla", "mosaic_gpu", "triton"]
+import jax
 
-_WHY_NOT = {
-    "mosaic_gpu": "this version has no Mosaic GPU kernels yet",
-    "triton": "this version has no Triton kernels yet",
-}
+from replayssm_jax.spec import ReplaySpec
+
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_gpu_interpret"]
+
+NAMES = ("xla", "mosaic_gpu", "triton")
+
+# Kernels update arrays in place through Refs, which older versions cannot do under jit.
+OLDEST_JAX_FOR_KERNELS = (0, 11, 2)
+
+_interpreting = contextvars.ContextVar("interpreting", default=False)
 
 
-def resolve(implementation: str | None) -> Implementation:
+@contextlib.contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    """Within it, implementation="mosaic_gpu" runs in the Mosaic GPU interpreter on the CPU.
+
+    For tests: it checks values, races and addresses, thousands of times slower than a GPU.
+    """
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    token = _interpreting.set(True)
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+    finally:
+        _interpreting.reset(token)
+
+
+def resolve(implementation: str | None, spec: ReplaySpec, num_tokens: int) -> Implementation:
     """The implementation to run: the named one, or for None the best that supports the case.
+
+    Args:
+      implementation: None or one of `NAMES`.
+      spec: the layer.
+      num_tokens: T of the step; 0 for a flush.
 
     Raises:
       ValueError: an unknown name, or a named implementation that cannot run, with the reason.
     """
-    if implementation is None or implementation == "xla":
+    if implementation == "xla":
         return "xla"
-    if implementation in _WHY_NOT:
+    if implementation == "triton":
         raise ValueError(
-            f"implementation={implementation!r} cannot run: {_WHY_NOT[implementation]}; "
-            'pass "xla" or None'
+            "implementation='triton' cannot run: this version has no Triton kernels yet; "
+            'pass "xla", "mosaic_gpu" or None'
         )
-    known = ("xla", *_WHY_NOT)
-    raise ValueError(f"implementation must be None or one of {known}, found {implementation!r}")
+    if implementation not in (None, "mosaic_gpu"):
+        raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
+    reason = _why_not_mosaic(spec, num_tokens)
+    if reason is None:
+        return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
+    if implementation is None:
+        return "xla"
+    raise ValueError(f'implementation={implementation!r} cannot run: {reason}; pass "xla" or None')
+
+
+def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
+    if jax.__version_info__ < OLDEST_JAX_FOR_KERNELS:
+        oldest = ".".join(map(str, OLDEST_JAX_FOR_KERNELS))
+        return f"it needs jax {oldest} or newer, found {jax.__version__}"
+    if not _interpreting.get():
+        kind = _target()
+        if kind is None:
+            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+        if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
+            return f"it needs a Hopper GPU, found {kind!r}"
+    from replayssm_jax import kernels
+
+    return kernels.why_not(spec, num_tokens)
+
+
+def _target() -> str | None:
+    """Device kind of the GPU that is compiled for, None where it is no NVIDIA GPU."""
+    abstract: Any = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:
+        return abstract.device_kind if abstract.platform == "gpu" else None
+    if jax.default_backend() != "gpu":
+        return None
+    kind: str = jax.devices()[0].device_kind
+    return kind if "NVIDIA" in kind else None

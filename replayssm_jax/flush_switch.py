@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from replayssm_jax import window
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import InputBuffer, ReplayState, committed_records, emptied
+from replayssm_jax.state import InputBuffer, Pointer, ReplayState, committed_records, emptied
 
 
 def flush_when_due(spec: ReplaySpec, state: ReplayState, num_new: jax.Array | int) -> ReplayState:
@@ -38,11 +38,15 @@ def flush_when_due(spec: ReplaySpec, state: ReplayState, num_new: jax.Array | in
     """
     pointer = state.pointer
     if pointer.phase is None:
-        due = (num_new > 0) & (pointer.length + num_new > spec.window)
-        return flush_rows(spec, state, jnp.asarray(due))
+        return flush_rows(spec, state, jnp.asarray(is_due(spec, pointer, num_new)))
     if pointer.phase.flush:
         return flush_all(spec, state)
     return state
+
+
+def is_due(spec: ReplaySpec, pointer: Pointer, num_new: jax.Array | int) -> Any:
+    """Whether `num_new` more tokens, if any, would not fit in the window."""
+    return (num_new > 0) & (pointer.length + num_new > spec.window)
 
 
 def flush_rows(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> ReplayState:

@@ -9,12 +9,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax import dispatch
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 
 
 def recurrent_step(
-    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
+    spec: ReplaySpec,
+    state: jax.Array,
+    inputs: TokenInputs,
+    *,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Advance the recurrent state by one token: the whole state is read and written.
 
@@ -22,6 +27,7 @@ def recurrent_step(
       spec: the layer.
       state: [B, H, P, N], `spec.state_dtype`.
       inputs: one token, T = 1.
+      implementation: as in `step`: the baseline is as well tuned as what is compared with it.
 
     Returns:
       The output [B, 1, H, P] in the dtype of `v`, and the new state.
@@ -31,6 +37,10 @@ def recurrent_step(
     """
     _check_state(spec, state)
     check_inputs(spec, inputs, state.shape[0], max_tokens=1)
+    if dispatch.resolve(implementation, spec, 1) == "mosaic_gpu":
+        from replayssm_jax import kernels
+
+        return kernels.recurrent_step(spec, state, inputs)
     output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs))
     return output[:, None], state
 

@@ -1,0 +1,1 @@
+"""GPU kernels as functions of plain arrays; they know nothing of specs or states."""

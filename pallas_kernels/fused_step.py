@@ -1,0 +1,658 @@
+"""The decode step as one kernel: append, decays, scores, evaluation, and the fold of rows due.
+
+A program is one warpgroup with the heads `Config.heads` of one key head of one batch row. Its state
+tiles stream through shared memory, and everything but the products with key vectors is local to a
+state row, so that programs never wait for each other:
+
+    scores   <k_j, r> of the window's and the new keys with every new q (and k, delta rule)
+    reads    S r for the same vectors, one pass over the state tiles
+    rows     replay of the window, the triangular solve, and the output, a thread for each row
+
+A row whose window is full first folds: tile by tile S <- S diag(exp G) + U^T K on tensor cores,
+with the operands split into bf16 terms, written back in place, and read in the same pass. Whether
+to fold is read from the pointer in device memory, program by program.
+
+Decays are kept as exponentials of sums of log-decays over segments that meet at the end of the
+window (all at most 1), so products of them neither overflow nor lose small gates behind large ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.configs import choose, why_not
+from pallas_kernels.layouts import (
+    ACC,
+    LHS,
+    RHS,
+    broadcast,
+    load,
+    operand_rows,
+    record_rows,
+    spread,
+    state_rows,
+    store,
+    zeros,
+)
+from pallas_kernels.problem import (
+    BLOCK,
+    CHUNK,
+    TILE,
+    Config,
+    Mode,
+    Problem,
+    blocks,
+    programs_per_row,
+    term_pairs,
+)
+from pallas_kernels.program import F32, Program
+from pallas_kernels.scratch import Scratch, scratch_types
+
+
+class Ring(NamedTuple):
+    """Arrays of the ring as Refs, updated in place; None where the recurrence has no use for it.
+
+    Attributes:
+      log_decay: [B, R, H] or [B, R, H, N] float32.
+      key: [B, R, G, N].
+      value: [B, R, H, P], additive rule.
+      beta: [B, R, H] float32, additive rule.
+      update: [B, R, H, P] float32, delta rule.
+    """
+
+    log_decay: Any
+    key: Any
+    value: Any
+    beta: Any
+    update: Any
+
+
+class Rows(NamedTuple):
+    """int32 [B] each: what the pointer says of a row.
+
+    Attributes:
+      start: slot of the oldest committed record, a multiple of 8.
+      length: committed records.
+      num_new: how many of the T tokens are real; a row with 0 is left untouched.
+      fresh: not 0 where the checkpoint counts as zero, whatever it holds.
+    """
+
+    start: Any
+    length: Any
+    num_new: Any
+    fresh: Any
+
+
+class Step(Program):
+    """One program of the step; its methods are the stages in the order in which they run."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: Config,
+        mode: Mode,
+        state: Any,
+        ring: Ring,
+        rows: Rows,
+        inputs: Any,
+        output: Any,
+        scratch: Scratch,
+    ):
+        super().__init__(problem, config, state)
+        self.mode, self.ring, self.inputs, self.output = mode, ring, inputs, output
+        self.sm = scratch
+        self.channels = spread(problem.key_dim)
+        self.block = record_rows(problem.key_dim)
+        self.rows = rows
+
+    def read_pointer(self) -> None:
+        """Where this row stands, from device memory."""
+        self.start, self.length, fresh = (
+            ref[self.b] for ref in (self.rows.start, self.rows.length, self.rows.fresh)
+        )
+        self.fresh = fresh != 0
+        if not self.mode.masked:
+            self.num_new = self.p.num_tokens
+
+    def slot(self, j: int) -> jax.Array:
+        """Slot of record j of the window."""
+        return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
+
+    def start_state(self) -> None:
+        """Start the copies of the first state tiles."""
+        for i in range(self.c.stages):
+            plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
+
+    def start_tokens(self) -> None:
+        """Start the copies of the new tokens."""
+        p, sm, b = self.p, self.sm, self.b
+        q, k, v, g, _ = self.inputs
+        every = pl.ds(0, p.num_tokens)
+        plgpu.copy_gmem_to_smem(q.at[b, every, self.group], sm.q, sm.new_bar)
+        plgpu.copy_gmem_to_smem(k.at[b, every, self.group], sm.k.at[every], sm.new_bar)
+        plgpu.copy_gmem_to_smem(self.rows_of(v, b, every), sm.v, sm.new_bar)
+        if p.channel:
+            plgpu.copy_gmem_to_smem(g.at[b, every, self.head], sm.g, sm.new_bar)
+
+    def start_window(self) -> None:
+        """Start the copies of the committed records, in chunks, live ones only."""
+        p, sm, b = self.p, self.sm, self.b
+        records = self.ring.update if p.delta else self.ring.value
+        for chunk in range(p.num_chunks):
+
+            @pl.when(self.length > chunk * CHUNK)
+            def _(chunk: int = chunk) -> None:
+                bar = sm.window_bar.at[chunk]
+                slots, here = pl.ds(self.slot(chunk * CHUNK), CHUNK), pl.ds(chunk * CHUNK, CHUNK)
+                plgpu.copy_gmem_to_smem(
+                    self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
+                )
+                plgpu.copy_gmem_to_smem(self.rows_of(records, b, slots), sm.record.at[here], bar)
+                if p.channel:
+                    plgpu.copy_gmem_to_smem(
+                        self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
+                    )
+
+    def wait_window(self) -> None:
+        """Wait for the records of the window."""
+        for chunk in range(self.p.num_chunks):
+
+            @pl.when(self.length > chunk * CHUNK)
+            def _(chunk: int = chunk) -> None:
+                plgpu.barrier_wait(self.sm.window_bar.at[chunk])
+
+    def weigh_records(self) -> None:
+        """Weights of the records, decay of the checkpoint, and the gates of the new tokens.
+
+        The weight of a record is its decay to the window's end times its beta. All loads come
+        first, so that they wait for device memory once.
+        """
+        p, sm, b = self.p, self.sm, self.b
+        tokens, order = range(p.num_tokens), range(p.window - 1, -1, -1)
+        decays = betas = None
+        if p.num_tokens:
+            *_, g, beta = self.inputs
+            new_betas = [self.load_gate(beta, b, t) for t in tokens]
+            new_decays = [] if p.channel else [self.load_gate(g, b, t) for t in tokens]
+        if not p.channel:
+            decays = {j: self.load_gate(self.ring.log_decay, b, self.slot(j)) for j in order}
+        if not p.delta:
+            betas = {j: self.load_gate(self.ring.beta, b, self.slot(j)) for j in order}
+        if p.num_tokens:
+            for t, value in enumerate(new_betas):
+                self.store_heads(value, sm.new_gate, 1, t)
+            for t, value in enumerate(new_decays):
+                self.store_heads(value, sm.new_gate, 0, t)
+        since = self.constant(0.0)
+        for j in order:
+            weight = self.constant(1.0)
+            if decays is not None:
+                weight = jnp.exp(since)
+                since = since + jnp.where(j < self.length, decays[j], 0.0)
+            if betas is not None:
+                weight = weight * betas[j]
+            if self.weighs_records:
+                self.store_heads(weight, sm.weight, j)
+        if decays is not None:
+            total = jnp.exp(since)
+            self.store_heads(total, sm.total)
+            if self.mode.fold:
+                store(sm.row_total, zeros(self.shape, self.layout) + self.over_rows(total))
+
+    @property
+    def weighs_records(self) -> bool:
+        """Whether records have a weight for each head."""
+        return not (self.p.channel and self.p.delta)
+
+    def decay_keys(self) -> None:
+        """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
+        sm = self.sm
+        since = zeros((self.p.key_dim,), self.channels)
+        for j in range(self.p.window - 1, -1, -1):
+            decay = load(sm.gate.at[j], self.channels)
+            key = load(sm.key.at[j], self.channels).astype(F32)
+            store(sm.gate.at[j], key * jnp.exp(since))
+            since = since + jnp.where(j < self.length, decay, 0.0)
+        store(sm.total, jnp.exp(since))
+
+    def decay_columns(self) -> None:
+        """Channel decay: q and k of the new tokens times their decay since the window's end."""
+        p, sm = self.p, self.sm
+        since = zeros((p.key_dim,), self.channels)
+        for t in range(p.num_tokens):
+            since = since + load(sm.g.at[t], self.channels)
+            decay = jnp.exp(since)
+            for c in self.columns_of(t):
+                raw = load(self.raw_column(c), self.channels).astype(F32)
+                store(sm.column.at[c], raw * decay)
+
+    def columns_of(self, t: int) -> list[int]:
+        """Columns that belong to new token t: its q, and its k under the delta rule."""
+        return [t, self.p.num_tokens + t] if self.p.delta else [t]
+
+    def raw_column(self, c: int) -> Any:
+        """The q or k that is column c."""
+        tokens = self.p.num_tokens
+        return self.sm.q.at[c] if c < tokens else self.sm.k.at[c - tokens]
+
+    def column(self, c: int, layout: Any) -> jax.Array:
+        """Column c as the window's end sees it, [N]."""
+        ref = self.sm.column.at[c] if self.p.channel else self.raw_column(c)
+        return load(ref, layout).astype(F32)
+
+    def read_tile(self, state: jax.Array, i: Any, columns: Any, layout: Any) -> None:
+        """S r for the rows of tile i and each column r."""
+        for c in range(self.p.num_columns):
+            column = broadcast(columns(c), (TILE, self.p.key_dim), (1,), layout)
+            store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
+
+    def read_state(self) -> None:
+        """Stream the state tiles past the columns."""
+        p, sm, stages = self.p, self.sm, self.c.stages
+        layout = state_rows(p.key_dim)
+
+        def column(c: int) -> jax.Array:
+            value = self.column(c, layout.reduce(0))
+            return value * load(sm.total, layout.reduce(0)) if p.channel else value
+
+        columns: Any = column
+        if p.num_tokens == 1:
+            columns = [column(c) for c in range(p.num_columns)].__getitem__
+
+        @pl.loop(0, self.c.num_tiles)
+        def _(i: jax.Array) -> None:
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(sm.state_bar.at[slot])
+            self.read_tile(load(sm.state.at[slot], layout), i, columns, layout)
+            if self.c.num_tiles > stages:
+                plgpu.commit_smem()  # all threads have read the tile
+
+                @pl.when(i + stages < self.c.num_tiles)
+                def _() -> None:
+                    plgpu.copy_gmem_to_smem(
+                        self.tile(i + stages), sm.state.at[slot], sm.state_bar.at[slot]
+                    )
+
+    def score_window(self) -> None:
+        """<k_j, r> of the window's keys and each column."""
+        p, sm = self.p, self.sm
+        for first in blocks(p.padded_window):
+            here = pl.ds(first, BLOCK)
+            keys = load((sm.gate if p.channel else sm.key).at[here], self.block).astype(F32)
+            for c in range(p.num_columns):
+                self.score(c, here, keys, self.column(c, self.block.reduce(0)))
+
+    def score(self, c: int, here: Any, keys: jax.Array, column: jax.Array) -> None:
+        """<k, r> of 16 keys and column c."""
+        column = broadcast(column, (BLOCK, self.p.key_dim), (1,), self.block)
+        store(self.sm.score.at[c, here], jnp.sum(keys * column, axis=1))
+
+    def score_new(self) -> None:
+        """<k_i, r> of the new keys and each column, decayed from one to the other by channel."""
+        p, sm = self.p, self.sm
+        here = pl.ds(p.padded_window, BLOCK)
+        every = range(p.num_columns)
+        if not p.channel or p.num_tokens == 1:
+            if p.num_tokens == 1:
+                key = load(sm.k.at[0], self.block.reduce(0))
+                keys = broadcast(key, (BLOCK, p.key_dim), (1,), self.block).astype(F32)
+            else:
+                keys = load(sm.k, self.block).astype(F32)
+            for c in every:
+                self.score(
+                    c, here, keys, load(self.raw_column(c), self.block.reduce(0)).astype(F32)
+                )
+            return
+        for t in range(p.num_tokens):
+            since = zeros((p.key_dim,), self.channels)
+            for i in range(t, -1, -1):
+                key = load(sm.k.at[i], self.channels).astype(F32)
+                store(sm.pair.at[i], key * jnp.exp(since))
+                since = since + load(sm.g.at[i], self.channels)
+            plgpu.commit_smem()
+            keys = load(sm.pair, self.block)
+            for c in self.columns_of(t):
+                self.score(
+                    c, here, keys, load(self.raw_column(c), self.block.reduce(0)).astype(F32)
+                )
+            plgpu.commit_smem()  # all threads have read the keys
+
+    def replay(self) -> list[jax.Array]:
+        """Sum over the window's records of score times weighted record, for each column."""
+        p, sm = self.p, self.sm
+
+        def add_chunk(chunk: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            for i in range(CHUNK):
+                j = chunk * CHUNK + i
+                live = j < self.length
+                record = load(sm.record.at[j], self.layout).astype(F32)
+                if self.weighs_records:
+                    record = record * self.over_rows(self.load_heads(sm.weight, j))
+                record = jnp.where(live, record, 0.0)
+                scores = [jnp.where(live, sm.score[c, j], 0.0) for c in range(p.num_columns)]
+                sums = tuple(s + record * x for s, x in zip(sums, scores, strict=True))
+            return sums
+
+        sums = (zeros(self.shape, self.layout),) * p.num_columns
+        return list(lax.fori_loop(0, (self.length + CHUNK - 1) // CHUNK, add_chunk, sums))
+
+    def finish(self, folded: bool) -> None:
+        """Updates and outputs of the new tokens, row by row."""
+        p, sm = self.p, self.sm
+        tokens = p.num_tokens
+        reads = [load(sm.read.at[c], self.layout) for c in range(p.num_columns)]
+        if not folded:
+            reads = [jnp.where(self.fresh, 0.0, read) for read in reads]
+            if not p.channel:
+                total = self.over_rows(self.load_heads(sm.total))
+                reads = [read * total for read in reads]
+            reads = [a + b for a, b in zip(reads, self.replay(), strict=True)]
+        since = self.constant(0.0)
+        updates: list[jax.Array] = []
+        for t in range(tokens):
+            beta = self.over_rows(self.load_heads(sm.new_gate, 1, t))
+            value = load(sm.v.at[t], self.layout).astype(F32)
+            query, *key = (reads[c] for c in self.columns_of(t))
+            if not p.channel:
+                since = since + self.load_heads(sm.new_gate, 0, t)
+                decay = self.over_rows(jnp.exp(since))
+                query, key = query * decay, [k * decay for k in key]
+            between = self.decays_to(t)
+            if p.delta:
+                value = value - key[0]
+                for i in range(t):
+                    value = value - updates[i] * self.pair_score(tokens + t, i, between)
+            updates.append(value * beta)
+            for i in range(t + 1):
+                query = query + updates[i] * self.pair_score(t, i, between)
+            if self.mode.masked:
+                query = jnp.where(t < self.num_new, query, 0.0)
+            store(sm.output.at[t], query.astype(p.value_dtype))
+            if p.delta and self.mode.append:
+                store(sm.update.at[t], updates[t])
+
+    def decays_to(self, t: int) -> dict[int, jax.Array]:
+        """Scalar decay: decay from each new token i < t to t, for each row."""
+        if self.p.channel:
+            return {}
+        found = {}
+        since = self.constant(0.0)
+        for i in range(t - 1, -1, -1):
+            since = since + self.load_heads(self.sm.new_gate, 0, i + 1)
+            found[i] = self.over_rows(jnp.exp(since))
+        return found
+
+    def pair_score(self, c: int, i: int, between: dict[int, jax.Array]) -> jax.Array:
+        """Decayed score of column c and new key i."""
+        score = self.sm.score[c, self.p.padded_window + i]
+        return between[i] * score if i in between else score
+
+    def fold(self) -> None:
+        """Fold the window into the state, tile by tile, and read the columns in the same pass."""
+        p, sm, stages = self.p, self.sm, self.c.stages
+        operand = operand_rows()
+        if self.straddles:
+            self.scale_records()
+        if p.key_terms > 1:
+            for first in blocks(p.padded_window):
+                here = pl.ds(first, BLOCK)
+                keys = load((sm.gate if p.channel else sm.key).at[here], operand).astype(F32)
+                keys = self.mask_dead(keys, first, operand)
+                for term in range(p.key_terms):
+                    top = keys.astype(jnp.bfloat16)
+                    store(sm.fold_key.at[term, here], top)
+                    keys = keys - top.astype(F32)
+        plgpu.commit_smem()
+
+        def column(c: int) -> jax.Array:
+            return self.column(c, ACC.reduce(0))
+
+        @pl.loop(0, self.c.num_tiles)
+        def _(i: jax.Array) -> None:
+            slot = lax.rem(i, stages)
+            for first in blocks(p.padded_window):
+                here = pl.ds(first, BLOCK)
+                rest = self.fold_records(first, i, operand)
+                for term in range(3):
+                    top = rest.astype(jnp.bfloat16)
+                    store(sm.fold_record.at[term, here], top)
+                    rest = rest - top.astype(F32)
+            plgpu.commit_smem()
+            if self.c.num_tiles > stages:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
+                following = i - 1 + stages
+
+                @pl.when((i > 0) & (following < self.c.num_tiles))
+                def _() -> None:
+                    place = lax.rem(following, stages)
+                    plgpu.copy_gmem_to_smem(
+                        self.tile(following), sm.state.at[place], sm.state_bar.at[place]
+                    )
+
+            plgpu.barrier_wait(sm.state_bar.at[slot])
+            state = load(sm.state.at[slot], ACC)
+            shape = (TILE, p.key_dim)
+            if p.channel:
+                total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
+            else:
+                total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
+                total = broadcast(total, shape, (0,), ACC)
+            state = jnp.where(self.fresh, 0.0, state * total)
+            for first in blocks(p.padded_window):
+                for a, b in term_pairs(p.key_terms):
+                    state = self.add_product(state, first, a, b)
+            store(sm.state.at[slot], state)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
+            self.read_tile(state, i, column, ACC)
+
+    @property
+    def straddles(self) -> bool:
+        """Whether a state tile has rows of more than one head."""
+        return self.c.heads > 1 and self.c.rows % TILE != 0
+
+    def scale_records(self) -> None:
+        """Records times their weights, for tiles that straddle heads; dead ones zero."""
+        p, sm = self.p, self.sm
+        for j in range(p.padded_window):
+            record = load(sm.record.at[j], self.layout).astype(F32)
+            if self.weighs_records and j < p.window:
+                record = record * self.over_rows(self.load_heads(sm.weight, j))
+            scaled = sm.record if p.delta else sm.scaled
+            store(scaled.at[j], jnp.where(j < self.length, record, 0.0))
+
+    def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
+        """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
+        p, sm = self.p, self.sm
+        here, shape = pl.ds(first, BLOCK), (BLOCK, TILE)
+        if self.straddles:
+            return load(self.tile_rows(sm.record if p.delta else sm.scaled, here, i=i), layout)
+        records = load(self.tile_rows(sm.record, here, i=i), layout).astype(F32)
+        if self.weighs_records:
+            head = i // (self.c.rows // TILE) if self.c.heads > 1 else 0
+            weight = load(sm.weight.at[here, head], layout.reduce(1))
+            records = records * broadcast(weight, shape, (0,), layout)
+        return self.mask_dead(records, first, layout)
+
+    def mask_dead(self, x: jax.Array, first: int, layout: Any) -> jax.Array:
+        """Zero the dead ones of the 16 records [16, n] from `first` on, whatever they hold."""
+        index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
+        return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
+
+    def add_product(self, state: jax.Array, first: int, a: int, b: int) -> jax.Array:
+        """State tile plus the product of term a of the records and term b of the keys."""
+        p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
+        records, keys = sm.fold_record.at[a, here], sm.key.at[here]
+        if p.key_terms > 1:
+            keys = sm.fold_key.at[b, here]
+        if self.mode.interpret:  # it has no warp-level products
+            operand = operand_rows()
+            keys = self.mask_dead(load(keys, operand), first, operand).astype(F32)
+            return state + jnp.dot(load(records, operand).astype(F32).T, keys)
+        keys = load(keys, RHS)
+        if p.key_terms == 1:
+            keys = self.mask_dead(keys, first, RHS)
+        return plgpu.mma(state, load(records.transpose((1, 0)), LHS), keys)
+
+    def append(self, folded: bool) -> None:
+        """Record the new tokens behind the committed ones."""
+        p, sm, b = self.p, self.sm, self.b
+        first = self.start + self.length
+        if folded:
+            first = (first + 7) // 8 * 8
+        for t in range(p.num_tokens):
+
+            @(pl.when(t < self.num_new) if self.mode.masked else lambda record: record())
+            def _(t: int = t) -> None:
+                slot = lax.rem(first + t, p.capacity)
+                ring = self.ring
+                new, kept = (sm.update, ring.update) if p.delta else (sm.v, ring.value)
+                plgpu.copy_smem_to_gmem(new.at[t], self.rows_of(kept, b, slot))
+                if not p.channel:
+                    self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
+                if not p.delta:
+                    self.store_gate(self.load_heads(sm.new_gate, 1, t), ring.beta, b, slot)
+
+                @pl.when(self.leads_group)
+                def _() -> None:
+                    plgpu.copy_smem_to_gmem(sm.k.at[t], ring.key.at[b, slot, self.group])
+
+                if p.channel:
+
+                    @pl.when(self.leads_head)
+                    def _() -> None:
+                        plgpu.copy_smem_to_gmem(sm.g.at[t], ring.log_decay.at[b, slot, self.head])
+
+    def write_output(self) -> None:
+        """Send the outputs off."""
+        every = pl.ds(0, self.p.num_tokens)
+        plgpu.copy_smem_to_gmem(self.sm.output, self.rows_of(self.output, self.b, every))
+
+    def work(self) -> None:
+        """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
+        p = self.p
+        self.start_state()
+        if p.num_tokens:
+            self.start_tokens()
+        self.read_pointer()
+        self.start_window()
+        self.weigh_records()
+        if p.num_tokens:
+            plgpu.barrier_wait(self.sm.new_bar)
+        if p.channel:
+            self.wait_window()
+            self.decay_keys()
+            self.decay_columns()
+        plgpu.commit_smem()
+
+        def with_fold() -> None:
+            if not p.channel:
+                self.wait_window()
+            self.fold()
+            after(folded=True)
+
+        def without_fold() -> None:
+            self.read_state()
+            if not p.channel:
+                self.wait_window()
+            self.score_window()
+            after(folded=False)
+
+        def after(folded: bool) -> None:
+            if not p.num_tokens:
+                return
+            self.score_new()
+            plgpu.commit_smem()
+            self.finish(folded)
+            plgpu.commit_smem()
+            self.write_output()
+            if self.mode.append:
+                self.append(folded)
+
+        if not p.num_tokens:
+            with_fold()
+        elif not self.mode.fold:
+            without_fold()
+        else:
+            due = self.length + self.num_new > p.window
+            pl.when(due)(with_fold)
+            pl.when(jnp.logical_not(due))(without_fold)
+
+    def idle(self) -> None:
+        """A row without new tokens: zero outputs, everything else stays."""
+        if self.p.num_tokens:
+            for t in range(self.p.num_tokens):
+                zero = zeros(self.shape, self.layout).astype(self.p.value_dtype)
+                store(self.sm.output.at[t], zero)
+            plgpu.commit_smem()
+            self.write_output()
+
+    def run(self) -> None:
+        """The whole program."""
+        if self.mode.masked:
+            self.num_new = self.rows.num_new[self.b]
+            active = self.num_new > 0
+            pl.when(active)(self.work)
+            pl.when(jnp.logical_not(active))(self.idle)
+        else:
+            self.work()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def launch(
+    problem: Problem,
+    mode: Mode,
+    checkpoint: Any,
+    ring: Ring,
+    rows: Rows,
+    inputs: Any,
+    config: Config | None = None,
+) -> jax.Array | None:
+    """Run a step over Refs: the checkpoint [B, H P, N] and the ring are updated in place.
+
+    Args:
+      problem: shapes; `why_not(problem, mode)` must be None.
+      mode: which parts of the step to run.
+      checkpoint: Ref of [B, H P, N] float32.
+      ring: Refs.
+      rows: arrays, int32 [B] each.
+      inputs: (q, k, v, g, beta), or () for a flush of the rows whose `num_new` is not 0.
+      config: None for the one that `choose` finds.
+
+    Returns:
+      Outputs [B, T, H, P] in the dtype of v; None for a flush.
+
+    Raises:
+      ValueError: no kernel for the problem.
+    """
+    reason = why_not(problem, mode)
+    if reason:
+        raise ValueError(reason)
+    config = config or choose(problem, mode)
+    assert config is not None
+    p = problem
+
+    def body(*args: Any) -> None:
+        refs, scratch = args[:-1], args[-1]
+        given = refs[4 : 4 + len(inputs)]
+        output = refs[-1] if p.num_tokens else None
+        Step(p, config, mode, checkpoint, ring, Rows(*refs[:4]), given, output, scratch).run()
+
+    body.__name__ = "replay_step" if p.num_tokens else "replay_fold"
+    output = jax.ShapeDtypeStruct((p.batch, p.num_tokens, p.num_heads, p.value_dim), p.value_dtype)
+    return plgpu.kernel(
+        body,
+        out_type=output if p.num_tokens else (),
+        scratch_types=(scratch_types(p, config, mode),),
+        grid=(p.batch * programs_per_row(p, config),),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )(*rows, *inputs)

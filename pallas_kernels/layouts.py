@@ -1,0 +1,106 @@
+"""How arrays of these kernels lie over the 128 threads of a warpgroup, and in shared memory."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+
+def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> Any:
+    tiled = fa.TiledLayout(fa.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False)
+    return _as_argument(tiled.canonicalize())
+
+
+def _as_argument(tiled: fa.TiledLayout) -> Any:
+    return plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
+
+
+# Of `plgpu.mma`, warp-level bf16 products that every GPU since Ampere has:
+# [64 m, 8 n] accumulator = [64 m, 16 k] times [16 k, 8 n].
+_MMA = mgpu.MMALayouts(jnp.bfloat16)
+ACC, LHS, RHS = _as_argument(_MMA.acc), _as_argument(_MMA.lhs), _as_argument(_MMA.rhs)
+
+
+def state_rows(key_dim: int) -> Any:
+    """[16 r, N] state rows: lanes read 16 bytes each, and a row sum stays in a warp."""
+    width = 32 if key_dim % 32 == 0 else 16
+    lanes = width // 4
+    return _layout(((64, width), (16, width), (32 // lanes, width), (4,)), (-7,), (-3, -2))
+
+
+def record_rows(key_dim: int) -> Any:
+    """[16, N] records: eight lanes for each of 16 rows."""
+    vector = 4 if key_dim % 32 == 0 else 2
+    return _layout(((16, 8 * vector), (4, 8 * vector), (vector,)), (-5,), (-3, -2))
+
+
+def operand_rows() -> Any:
+    """[16, 16 n] records that become operands of a tensor-core product."""
+    return _layout(((16, 16), (4, 16), (2,)), (-5,), (-3, -2))
+
+
+def spread(*shape: int, vector: int = 4) -> Any:
+    """[n] or [r, n] over all threads as evenly as it goes; what does not divide is replicated."""
+    rows, columns = shape if len(shape) == 2 else (1, *shape)
+    powers = (1, 2, 4, 8, 16, 32)
+    best = None
+    for v, lc, lr, wc, wr in itertools.product((1, 2, 4), powers, powers, (1, 2, 4), (1, 2, 4)):
+        if v > vector or lc * lr > 32 or wc * wr > 4 or columns % (v * lc * wc) or rows % (lr * wr):
+            continue
+        candidate = (lc * lr * wc * wr, lc, v, lr, wc, wr)
+        best = max(best, candidate) if best else candidate
+    assert best is not None
+    _, lc, v, lr, wc, wr = best
+    warps: list[Any] = [d for d, n in ((-5, wr), (-4, wc)) if n > 1]
+    lanes: list[Any] = [d for d, n in ((-3, lr), (-2, lc)) if n > 1]
+    if wr * wc < 4:
+        warps.insert(0, fa.Replicated(4 // (wr * wc)))
+    if lr * lc < 32:
+        lanes.insert(0, fa.Replicated(32 // (lr * lc)))
+    if len(shape) == 2:
+        tiles: Any = ((wr * lr, wc * lc * v), (lr, lc * v), (v,))
+    else:
+        tiles = ((wc * lc * v,), (lc * v,), (v,))
+        warps = [-3 if d == -4 else d for d in warps]
+    return _layout(tiles, tuple(warps), tuple(lanes))
+
+
+def swizzled(dtype: Any, key_dim: int) -> tuple[Any, Any]:
+    """Transforms of a shared-memory tile whose rows are `key_dim` wide."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if key_dim * itemsize % s == 0)
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // itemsize)), swizzling(swizzle)
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Load from shared or global memory into a layout."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Store to shared or global memory."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # jax 0.11 has this as the indexed assignment
+        ref[...] = value
+
+
+def broadcast(
+    x: jax.Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any
+) -> jax.Array:
+    """`lax.broadcast_in_dim` into a layout."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
+
+
+def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
+    """float32 zeros in a layout."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)

@@ -1,0 +1,145 @@
+"""What a kernel is built for: shapes, the recurrence, and how the work is cut into programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+# State rows of one bulk copy and one tensor-core product.
+TILE = 64
+# Ring slots of one bulk copy; divides 8, of which every window start is a multiple.
+CHUNK = 4
+# Records of one tensor-core product.
+BLOCK = 16
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Round up to a multiple."""
+    return -(-n // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Static facts of a fused step.
+
+    Attributes:
+      batch: B, rows.
+      num_heads: H.
+      num_groups: G, key heads; each serves H / G consecutive heads.
+      value_dim: P.
+      key_dim: N.
+      capacity: R, slots of the ring, a multiple of 8.
+      window: most committed records a row may hold.
+      num_tokens: T, new tokens of a row; 0 for a flush.
+      delta: the delta rule, else the additive one.
+      channel: one log-decay for each key channel, else one for each head.
+      key_dtype: of q, k and the key ring.
+      value_dtype: of v, the value ring and the output.
+    """
+
+    batch: int
+    num_heads: int
+    num_groups: int
+    value_dim: int
+    key_dim: int
+    capacity: int
+    window: int
+    num_tokens: int
+    delta: bool
+    channel: bool
+    key_dtype: Any
+    value_dtype: Any
+
+    @property
+    def heads_per_group(self) -> int:
+        """Heads that share one key head."""
+        return self.num_heads // self.num_groups
+
+    @property
+    def num_chunks(self) -> int:
+        """Bulk copies that bring a whole window."""
+        return round_up(self.window, CHUNK) // CHUNK
+
+    @property
+    def padded_window(self) -> int:
+        """Records of a window in whole tensor-core blocks."""
+        return round_up(self.window, BLOCK)
+
+    @property
+    def padded_tokens(self) -> int:
+        """New tokens in whole blocks."""
+        return round_up(max(self.num_tokens, 1), BLOCK)
+
+    @property
+    def num_columns(self) -> int:
+        """Vectors that are multiplied into the state: every q, and under the delta rule every k."""
+        return self.num_tokens * (2 if self.delta else 1)
+
+    @property
+    def key_terms(self) -> int:
+        """bf16 terms that hold a fold's keys at fp32 accuracy."""
+        return 3 if self.channel or self.key_dtype != jnp.bfloat16 else 1
+
+    @property
+    def record_dtype(self) -> Any:
+        """Of the ring that a fold weighs: updates (delta rule) or values."""
+        return jnp.dtype(jnp.float32) if self.delta else self.value_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a problem is cut into programs of one warpgroup each.
+
+    Attributes:
+      heads: heads of one program, all of one group.
+      rows: state rows of each of these heads; fewer than P only where `heads` is 1.
+      stages: state tiles in flight.
+    """
+
+    heads: int
+    rows: int
+    stages: int
+
+    @property
+    def num_rows(self) -> int:
+        """State rows of a program."""
+        return self.heads * self.rows
+
+    @property
+    def num_tiles(self) -> int:
+        """State tiles of a program."""
+        return self.num_rows // TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """Which parts of the step a kernel has.
+
+    Attributes:
+      fold: rows whose tokens would not fit in the window fold; else every row must fit.
+      append: the new tokens are recorded.
+      masked: rows may have fewer than T new tokens; without tokens, rows may stay as they are.
+      interpret: build what the interpreter on CPU can run.
+    """
+
+    fold: bool = True
+    append: bool = True
+    masked: bool = True
+    interpret: bool = False
+
+
+def blocks(length: int) -> range:
+    """Starts of the 16-record blocks of a padded length."""
+    return range(0, length, BLOCK)
+
+
+def term_pairs(key_terms: int) -> list[tuple[int, int]]:
+    """Products of bf16 terms (record term, key term) that an fp32-accurate product needs."""
+    return [(a, b) for a in range(3) for b in range(key_terms) if a + b < 3]
+
+
+def programs_per_row(problem: Problem, config: Config) -> int:
+    """Programs that share a batch row."""
+    return problem.num_heads * problem.value_dim // config.num_rows

@@ -1,0 +1,90 @@
+"""Shared memory of a program."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.layouts import swizzled
+from pallas_kernels.problem import TILE, Config, Mode, Problem
+from pallas_kernels.program import F32
+
+
+class Scratch(NamedTuple):
+    """Shared memory of a program; see `scratch_types` for shapes."""
+
+    state: Any  # state tiles in flight
+    key: Any  # keys of the window
+    record: Any  # updates or values of the window
+    scaled: Any  # the same times their decay, for a fold
+    gate: Any  # channel decay: log-decays of the window, then its decayed keys
+    q: Any
+    k: Any
+    v: Any
+    g: Any  # channel decay: new log-decays
+    column: Any  # channel decay: q and k times the decay since the window
+    pair: Any  # channel decay: new keys decayed to one later token
+    total: Any  # decay of the checkpoint by the window, for each channel or head
+    row_total: Any  # scalar decay: the same for each state row
+    weight: Any  # scalar decay: decay (times beta) of each record
+    new_gate: Any  # log-decay and beta of the new tokens, for each head
+    score: Any  # <k_j, r> for each column r, window and new records j
+    read: Any  # S r for each column r
+    update: Any  # u of the new tokens
+    output: Any
+    fold_record: Any  # bf16 terms of `scaled`, one tile
+    fold_key: Any  # bf16 terms of the keys, unless they are bf16 themselves
+    state_bar: Any
+    new_bar: Any
+    window_bar: Any
+
+
+def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
+    """Shapes of the shared memory of a program."""
+    sm, bf16 = plgpu.SMEM, jnp.bfloat16
+    rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
+    window, n = p.padded_window, p.key_dim
+    new = p.padded_tokens if p.num_tokens > 1 else 1
+    tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
+    heads = (c.heads,)
+    straddles = c.heads > 1 and c.rows % TILE != 0
+    channel = p.channel
+    return Scratch(
+        state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
+        key=sm((window, n), p.key_dtype),
+        record=sm((window, *rows), p.record_dtype),
+        scaled=sm((window, *rows), F32) if straddles and mode.fold and not p.delta else None,
+        gate=sm((window, n), F32) if channel else None,
+        q=sm((tokens, n), p.key_dtype),
+        k=sm((new, n), p.key_dtype),
+        v=sm((tokens, *rows), p.value_dtype),
+        g=sm((tokens, n), F32) if channel else None,
+        column=sm((columns, n), F32) if channel else None,
+        pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
+        total=sm((n,) if channel else heads, F32),
+        row_total=sm(rows, F32) if mode.fold and not channel else None,
+        weight=sm((window, *heads), F32),
+        new_gate=sm((2, tokens, *heads), F32),
+        score=sm((columns, window + p.padded_tokens), F32),
+        read=sm((columns, *rows), F32),
+        update=sm((tokens, *rows), F32) if p.delta else None,
+        output=sm((tokens, *rows), p.value_dtype),
+        fold_record=sm((3, window, TILE), bf16) if mode.fold else None,
+        fold_key=sm((3, window, n), bf16) if mode.fold and p.key_terms > 1 else None,
+        state_bar=plgpu.Barrier(num_barriers=c.stages),
+        new_bar=plgpu.Barrier(num_arrivals=4 if channel else 3),
+        window_bar=plgpu.Barrier(num_arrivals=3 if channel else 2, num_barriers=p.num_chunks),
+    )
+
+
+def shared_bytes(problem: Problem, config: Config, mode: Mode) -> int:
+    """Shared memory that a program takes, barriers and alignment included."""
+    total = 1024
+    for x in jax.tree.leaves(scratch_types(problem, config, mode)):
+        if not isinstance(x, plgpu.Barrier):
+            total += math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+    return total

@@ -19,7 +19,7 @@ from replayssm_jax.loops import scan_steps, while_loop
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
-from replayssm_jax.prompts import Prompt, as_prompt, bucket
+from replayssm_jax.prompts import Prompt, as_prompt, bucket, known
 from replayssm_jax.sampling import Sampling, draw, row_keys
 from replayssm_jax.spec import round_up
 from replayssm_jax.stopping import StopReason, Stops
@@ -149,8 +149,9 @@ def generate(
       A `GenerateOutput`. An empty batch gives empty arrays.
 
     Raises:
-      TypeError, ValueError: wrong shapes or dtypes, sampling options out of range, a temperature
-        without a key, an empty prompt without `bos_token`, a prompt that is longer than the cache.
+      TypeError, ValueError: wrong shapes or dtypes, tokens or sampling options out of range, a
+        temperature without a key, an empty prompt without `bos_token`, a prompt that is longer
+        than the cache.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     width, capacity = _widths(max_new_tokens, capacity)
@@ -164,6 +165,7 @@ def generate(
             valid=valid,
             bos_token=bos_token,
             continues=state is not None,
+            vocab_size=model.config.vocab_size,
         ),
         max_new_tokens=max_new_tokens,
         key=key,
@@ -213,7 +215,7 @@ def stream(
     masks = {name: options.pop(name, None) for name in ("lengths", "valid", "bos_token")}
     control, carry = _start(
         model,
-        as_prompt(prompt, continues=state is not None, **masks),
+        as_prompt(prompt, continues=state is not None, vocab_size=model.config.vocab_size, **masks),
         max_new_tokens=max_new_tokens,
         key=options.pop("key", None),
         sampling=Sampling(**{name: options.pop(name, None) for name in names}),
@@ -246,10 +248,10 @@ def _widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
         return capacity, capacity
-    known = np.asarray(max_new_tokens)
-    if not np.issubdtype(known.dtype, np.integer) or known.min(initial=0) < 0:
-        raise ValueError(f"max_new_tokens must be integers of at least 0, found {known.tolist()}")
-    width = int(known.max(initial=0))
+    limits = np.asarray(max_new_tokens)
+    if not np.issubdtype(limits.dtype, np.integer) or limits.min(initial=0) < 0:
+        raise ValueError(f"max_new_tokens must be integers of at least 0, found {limits.tolist()}")
+    width = int(limits.max(initial=0))
     if capacity is None:
         return width, bucket(width)
     return min(width, capacity), capacity
@@ -343,10 +345,10 @@ def _check_room(prompt: Prompt, cache: HybridCache) -> None:
     counts: Any = prompt.tokens.shape[1]
     if valid is not None:
         counts = jnp.sum(valid, axis=1, dtype=jnp.int32)
-    total = used + counts
-    if isinstance(total, jax.core.Tracer):
+    total = known(used + counts)
+    if total is None:
         return
-    longest = int(np.max(np.asarray(total)))
+    longest = int(total.max())
     if longest > size:
         raise ValueError(f"the prompt needs {longest} positions, the cache holds {size}")
 

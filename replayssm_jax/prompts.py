@@ -30,6 +30,7 @@ def as_prompt(
     valid: Any = None,
     bos_token: int | None = None,
     continues: bool = False,
+    vocab_size: int | None = None,
 ) -> Prompt:
     """Bring prompts into one form.
 
@@ -40,17 +41,19 @@ def as_prompt(
       valid: [B, T] bool, real tokens in any pattern, instead of `lengths`.
       bos_token: the token that a row without a prompt starts from.
       continues: rows may be empty, since a cache holds what came before.
+      vocab_size: None, or the bound of real tokens; padding may hold anything.
 
     Raises:
       TypeError: tokens that are not integers.
-      ValueError: wrong shapes, lengths out of range, or an empty prompt without `bos_token`.
+      ValueError: wrong shapes, lengths or (where they are known) tokens out of range, or an empty
+        prompt without `bos_token`.
     """
     if lengths is not None and valid is not None:
         raise ValueError("pass lengths or valid, not both")
     if isinstance(prompt, list | tuple):
         if lengths is not None or valid is not None:
             raise ValueError("a list of token lists has its own lengths: pass neither mask")
-        rows = [np.asarray(row, np.int32).reshape(-1) for row in prompt]
+        rows = [_token_list(row) for row in prompt]
         lengths = np.array([row.size for row in rows], np.int32)
         width = bucket(int(lengths.max(initial=0))) if lengths.any() else 0
         tokens = np.zeros((len(rows), width), np.int32)
@@ -73,18 +76,47 @@ def as_prompt(
         if valid.shape != tokens.shape:
             raise ValueError(f"valid must have shape {tokens.shape}, found {valid.shape}")
         valid = valid.astype(bool)
-    if continues:
-        return Prompt(tokens, valid)
-    return _with_bos(Prompt(tokens, valid), bos_token)
+    result = Prompt(tokens, valid)
+    if not continues:
+        result = _with_bos(result, bos_token)
+    if vocab_size is not None:
+        _check_vocabulary(result, vocab_size)
+    return result
+
+
+def known(x: Any) -> np.ndarray | None:
+    """Return the values of an array, None while it is traced or where other hosts hold a part."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def _token_list(row: Any) -> np.ndarray:
+    tokens = np.asarray(row)
+    if tokens.ndim != 1:
+        raise ValueError(
+            f"prompt must be a list with a list of tokens for each row, found the row {row!r}"
+        )
+    if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"prompt must hold integer tokens, found {tokens.dtype.name}")
+    return tokens.astype(np.int32)
+
+
+def _check_vocabulary(prompt: Prompt, vocab_size: int) -> None:
+    tokens, valid = known(prompt.tokens), known(True if prompt.valid is None else prompt.valid)
+    if tokens is None or valid is None:
+        return
+    wrong = valid & ((tokens < 0) | (tokens >= vocab_size))
+    if wrong.any():
+        raise ValueError(f"tokens must lie in [0, {vocab_size}), found {tokens[wrong][0]}")
 
 
 def _check_lengths(lengths: Any, batch_size: int, width: int) -> None:
     if np.shape(lengths) != (batch_size,):
         raise ValueError(f"lengths must have shape {(batch_size,)}, found {np.shape(lengths)}")
-    if not isinstance(lengths, jax.core.Tracer):
-        known = np.asarray(lengths)
-        if ((known < 0) | (known > width)).any():
-            raise ValueError(f"lengths must lie in [0, {width}], found {known.tolist()}")
+    values = known(lengths)
+    if values is not None and ((values < 0) | (values > width)).any():
+        raise ValueError(f"lengths must lie in [0, {width}], found {values.tolist()}")
 
 
 def _with_bos(prompt: Prompt, bos_token: int | None) -> Prompt:
@@ -94,11 +126,11 @@ def _with_bos(prompt: Prompt, bos_token: int | None) -> Prompt:
         return prompt
     if valid is None:
         valid = jnp.zeros(tokens.shape, bool)
-    known = None if isinstance(valid, jax.core.Tracer) else np.asarray(valid)
-    if known is not None and known.any(axis=1).all():
+    mask = known(valid)
+    if mask is not None and mask.any(axis=1).all():
         return Prompt(tokens, valid)
     if bos_token is None:
-        if known is None and width:
+        if mask is None and width:
             return Prompt(tokens, valid)
         raise ValueError("a row has no prompt: pass bos_token, the token to start from")
     if not width:

@@ -84,10 +84,13 @@ def row_keys(key: jax.Array | None, batch_size: int) -> jax.Array | None:
     """Return a typed key for each row: `key` [B] as it is, a single key folded with the row index.
 
     Raises:
+      TypeError: something that is no key, such as a seed.
       ValueError: neither a single key nor one for each row.
     """
     if key is None:
         return None
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"key must be a PRNG key such as jax.random.key(0), found {key!r}")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:

@@ -47,12 +47,15 @@ class Stops:
 
         Args:
           batch_size: B.
-          tokens: None, an int, [S] for all rows or [B, S] for each; -1 stops nothing.
+          tokens: None, an int, [S] for all rows or [B, S] for each; -1 stops nothing. Also B lists
+            of different lengths.
           sequences: None, token sequences, or an array [Q, L] right-aligned and padded with -1.
 
         Raises:
           ValueError: wrong shapes, or an empty sequence.
         """
+        if isinstance(tokens, list | tuple) and tokens and np.ndim(tokens[0]):
+            tokens = _padded(tokens, "stop_tokens")
         if tokens is not None:
             tokens = jnp.atleast_1d(jnp.asarray(tokens, jnp.int32))
             if tokens.ndim > 2 or (tokens.ndim == 2 and tokens.shape[0] != batch_size):
@@ -62,11 +65,10 @@ class Stops:
             if tokens.ndim == 1:
                 tokens = jnp.broadcast_to(tokens[None, :], (batch_size, tokens.shape[0]))
         if sequences is not None and not isinstance(sequences, jax.Array):
+            padded = _padded(sequences, "stop_sequences") if len(sequences) else None
             if not all(len(s) for s in sequences):
                 raise ValueError("a stop sequence must hold at least one token, found an empty one")
-            width = max((len(s) for s in sequences), default=0)
-            padded = [[-1] * (width - len(s)) + list(s) for s in sequences]
-            sequences = jnp.asarray(np.array(padded, np.int32)) if padded else None
+            sequences = padded
         return cls(tokens, sequences)
 
     def reason(self, tokens: jax.Array, index: jax.Array) -> jax.Array:
@@ -91,3 +93,12 @@ class Stops:
             found = jnp.any(newest == self.tokens, axis=1)
             reason = jnp.where(found, jnp.int32(StopReason.TOKEN), reason)
         return reason
+
+
+def _padded(rows: Sequence[Any], name: str) -> jax.Array:
+    """[n, L] int32, lists of tokens right-aligned and padded with -1."""
+    if any(np.ndim(row) != 1 for row in rows):
+        raise ValueError(f"{name} must hold lists of tokens, found {rows!r}")
+    width = max(len(row) for row in rows)
+    padded = [[-1] * (width - len(row)) + [int(token) for token in row] for row in rows]
+    return jnp.asarray(np.array(padded, np.int32))

@@ -27,7 +27,8 @@ class _Heads(NamedTuple):
 class Attention(CachedLayer):
     """Causal grouped-query attention: y, cache = layer(x [B, T, d_model], cache).
 
-    Tokens past the cache's last position are not stored.
+    Tokens past the cache's last position are not stored, and later ones do not see them; more
+    tokens at once than it holds are an error.
 
     Args:
       d_model: width of the hidden state.
@@ -170,6 +171,9 @@ class Attention(CachedLayer):
         if cache is None:
             return self._attend(q, k, v, self._own_mask(span)), None
         if span.segments is None:
+            size = cache.key.shape[1]
+            if span.live is None and k.shape[1] > size:
+                raise ValueError(f"the cache holds {size} tokens, found T={k.shape[1]}")
             cache = self._write(cache, k, v, span)
             return self._attend(q, cache.key, cache.value, self._cache_mask(span, cache)), cache
         keys = jnp.concatenate([cache.key.astype(k.dtype), k], axis=1)

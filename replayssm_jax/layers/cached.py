@@ -24,6 +24,7 @@ class CachedLayer(nnx.Module):
     undone by not moving.
     """
 
+    dtype: jnp.dtype
     mesh_axes: MeshAxes | None = None
 
     def init_cache(self, batch_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +47,7 @@ class CachedLayer(nnx.Module):
         """Advance by the tokens of `x` and commit them.
 
         Args:
-          x: [B, T, d], T of any size.
+          x: [B, T, d], T of any size, also 0.
           cache: from `init_cache`; None runs the sequence from nothing and keeps nothing
             (training).
           lengths: [B] int32, real tokens at the front of each row.
@@ -55,9 +56,15 @@ class CachedLayer(nnx.Module):
 
         Returns:
           y [B, T, d], zero where a token is not real, and the cache.
+
+        Raises:
+          ValueError: both `lengths` and `valid`, or an array of the wrong shape.
         """
         progress = None if cache is None else cache.progress
         position = jnp.zeros((x.shape[0],), jnp.int32) if progress is None else progress.position
+        _check_rows(x, position)
+        if x.shape[1] == 0:
+            return jnp.zeros(x.shape, self.dtype), cache
         span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
         y, new = self.advance(x, cache, span, mode="prefill")
         if progress is None:
@@ -68,6 +75,7 @@ class CachedLayer(nnx.Module):
         self, x: jax.Array, cache: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Run T <= max_tokens drafts [B, T, d]; they stay pending until `commit`."""
+        _check_rows(x, cache.progress.position)
         span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
         y, new = self.advance(x, cache, span, mode="verify")
         return y, dataclasses.replace(new, progress=cache.progress.drafted(span))
@@ -79,3 +87,10 @@ class CachedLayer(nnx.Module):
     def reset(self, cache: Any, where: jax.Array) -> Any:
         """Empty the rows `where` [B] bool."""
         return reset_rows(cache, where)
+
+
+def _check_rows(x: jax.Array, position: jax.Array) -> None:
+    if x.ndim != 3:
+        raise ValueError(f"x must have shape [B, T, d], found {x.shape}: one token is x[:, None]")
+    if x.shape[0] != position.shape[0]:
+        raise ValueError(f"x has {x.shape[0]} rows, the cache {position.shape[0]}")

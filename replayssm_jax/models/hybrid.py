@@ -98,6 +98,8 @@ class HybridLM(nnx.Module):
           float32 [B, T, vocab].
         """
         _check_tokens(tokens)
+        if tokens.size == 0:
+            return jnp.zeros((*tokens.shape, self.config.vocab_size), jnp.float32)
         position = jnp.zeros((tokens.shape[0],), jnp.int32)
         span = Span.make(position, tokens.shape[1], valid=valid, resets=resets)
         x = self._embed(tokens)
@@ -122,12 +124,14 @@ class HybridLM(nnx.Module):
 
         Args:
           batch_size: B.
-          size: positions that the KV caches can hold.
+          size: positions that the KV caches can hold; attention does not see tokens past them.
           dtype: of KV caches and convolution histories, the model's by default.
           decode: "replay", or "recurrent" for conventional decoding of the same weights.
           ragged: whether each row has its own replay pointer; with False all rows move together,
             which `lengths` of `verify` and per-row `accepted` of `commit` do not allow.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, found {batch_size}")
         layers: list[Any] = []
         pointer = None
         for blocks, count, _ in self.segments():
@@ -169,7 +173,7 @@ class HybridLM(nnx.Module):
           Logits float32 [B, T, vocab], or with `last_only` [B, vocab], zero where a token is not
           real or a row has none, and the cache.
         """
-        _check_tokens(tokens)
+        _check_tokens(tokens, cache)
         position = cache.progress.position
         num_tokens = tokens.shape[1]
         if num_tokens == 0:
@@ -213,6 +217,7 @@ class HybridLM(nnx.Module):
         """
         if tokens.ndim != 1:
             raise ValueError(f"tokens must have shape [B], found {tokens.shape}: one token a row")
+        _check_tokens(tokens[:, None], cache)
         logits, cache = self._verify(tokens[:, None], cache, lengths)
         return logits[:, 0], self.commit(cache, 1 if lengths is None else lengths)
 
@@ -229,7 +234,7 @@ class HybridLM(nnx.Module):
         Returns:
           Logits float32 [B, T, vocab] and the cache.
         """
-        _check_tokens(tokens)
+        _check_tokens(tokens, cache)
         if cache.pointer is None and any(set(b.mixers) - {"attention"} for b in self.config.blocks):
             raise ValueError(
                 'conventional decoding cannot roll back drafts: make the cache with decode="replay"'
@@ -346,9 +351,15 @@ class HybridLM(nnx.Module):
         return run(params, x)
 
 
-def _check_tokens(tokens: jax.Array) -> None:
+def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape [B, T], found {tokens.shape}")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, found {tokens.dtype.name}")
+    if cache is not None and tokens.shape[0] != cache.progress.position.shape[0]:
+        raise ValueError(
+            f"tokens have {tokens.shape[0]} rows, the cache {cache.progress.position.shape[0]}"
+        )
 
 
 def _last(live: jax.Array, steps: jax.Array) -> jax.Array:

@@ -271,6 +271,34 @@ def test_a_reused_row_forgets_its_tenant(family):
     chex.assert_trees_all_equal(cache.state.checkpoint[1:], fresh_cache.state.checkpoint[1:])
 
 
+def test_fork_at_every_fill(family):
+    """Rows of a cache are gathered by hand; children go their own ways, the parent is unchanged."""
+    layer = make_layer(family)
+    window = layer.spec.window
+    x = hidden(window + 1)
+    cache = layer.init_cache(B)
+    for fill in range(window):
+        children = jax.tree.map(lambda leaf: leaf[jnp.zeros(B, jnp.int32)], cache)
+        following = jnp.stack([x[0, fill], -x[0, fill], *x[2:, fill]])[:, None]
+        y, children = call(layer, following, children)
+        for i in range(2):
+            seen = np.concatenate([x[0, :fill], following[i]])
+            expected, state = naive(layer, seen)
+            assert_close(y[i, 0], expected[-1])
+            assert_close(state_of(layer, children)[i], state)
+        z, cache = call(layer, x[:, fill : fill + 1], cache)
+        assert_close(z[0], y[0], limit=1e-6)
+
+
+def test_a_call_without_a_token_changes_nothing(family):
+    layer = make_layer(family, dtype=jnp.bfloat16)
+    cache = layer.init_cache(B)
+    y, same = layer(hidden(0, dtype=jnp.bfloat16), cache)
+    assert y.shape == (B, 0, hidden(1).shape[-1]) and y.dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(cache, same)
+    assert layer(hidden(0))[0].shape == y.shape
+
+
 def test_gradients_are_finite_and_reach_every_parameter(family):
     layer = make_layer(family)
     grads = jit(jax.grad(lambda layer, x: jnp.sum(layer(x)[0] ** 2)))(layer, hidden(SHORT))
@@ -359,6 +387,12 @@ def test_impossible_arguments_raise():
     cache = layer.init_cache(B)
     with pytest.raises(ValueError, match="T must be at most max_tokens=4, found T=5"):
         layer.verify(x, cache)
+    with pytest.raises(
+        ValueError, match=r"x must have shape \[B, T, d\].*one token is x\[:, None\]"
+    ):
+        layer(x[:, 0], cache)
+    with pytest.raises(ValueError, match="x has 2 rows, the cache 4"):
+        layer.verify(x[:2, :1], cache)
     for n in (1, 5):
         masks = {"lengths": jnp.ones(B, jnp.int32), "valid": jnp.ones((B, n), bool)}
         with pytest.raises(ValueError, match="not both"):

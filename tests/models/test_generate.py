@@ -100,7 +100,7 @@ def test_limits_stop_tokens_and_sequences_by_row(model):
         model,
         PROMPTS,
         max_new_tokens=np.array([0, N, 9]),
-        stop_tokens=np.array([[-1], [stop], [-1]]),
+        stop_tokens=[[], [stop], []],
         stop_sequences=[sequence, [V + 5] * 7],
         pad_token=-7,
     )
@@ -113,6 +113,15 @@ def test_limits_stop_tokens_and_sequences_by_row(model):
         np.testing.assert_array_equal(out.tokens[b, :n], tokens[b, :n])
         assert (np.asarray(out.tokens[b, n:]) == -7).all()
         assert not np.asarray(out.logprobs[b, n:]).any()
+
+
+def test_tokens_outside_the_vocabulary_raise_unless_they_are_padding(model):
+    for wrong in (-1, V):
+        with pytest.raises(ValueError, match=rf"tokens must lie in \[0, {V}\), found {wrong}"):
+            generate(model, [[1, wrong]], max_new_tokens=2)
+    left, valid = padded("left")
+    out = generate(model, jnp.where(valid, left, -1), valid=valid, max_new_tokens=N)
+    np.testing.assert_array_equal(out.tokens, greedy().tokens)
 
 
 def test_a_stop_at_the_first_token(model):
@@ -264,7 +273,7 @@ def test_a_full_cache_ends_a_row_and_a_longer_prompt_raises(model):
 
 
 def test_under_the_callers_jit(model, monkeypatch):
-    for name in ("_prefill", "_decode"):
+    for name in ("_init", "_prefill", "_decode"):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
     left, valid = padded("left")
 
@@ -285,13 +294,19 @@ def test_impossible_arguments_raise(model):
         (dict(max_new_tokens=-1), "at least 0"),
         (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
         (dict(stop_sequences=[[]]), "at least one token"),
+        (dict(stop_sequences=[1, 2]), "stop_sequences must hold lists of tokens"),
     ]:
         with pytest.raises(ValueError, match=message):
             generate(model, PROMPTS, **{"max_new_tokens": 2, **options})
     with pytest.raises(ValueError, match=r"prompt must have shape \[B, T\]"):
         generate(model, np.zeros(3, np.int32), max_new_tokens=2)
-    with pytest.raises(TypeError, match="integer tokens"):
-        generate(model, np.zeros((3, 2), np.float32), max_new_tokens=2)
+    for prompt in (np.zeros((3, 2), np.float32), [[1.0, 2.0]]):
+        with pytest.raises(TypeError, match="integer tokens"):
+            generate(model, prompt, max_new_tokens=2)
+    with pytest.raises(ValueError, match="a list of tokens for each row, found the row 1"):
+        generate(model, [1, 2, 3], max_new_tokens=2)
+    with pytest.raises(TypeError, match=r"such as jax.random.key\(0\), found 0"):
+        generate(model, PROMPTS, max_new_tokens=2, temperature=1.0, key=0)
     with pytest.raises(ValueError, match="lengths must lie in"):
         generate(model, np.zeros((3, 2), np.int32), lengths=[0, 1, 3], max_new_tokens=2)
     with pytest.raises(ValueError, match="repetition penalty cannot start in the middle"):

@@ -160,6 +160,27 @@ def test_padded_prompts(family, side):
         assert_close(more[b], expected[b, n : n + 5])
 
 
+def test_padded_prompts_chunk_by_chunk(family):
+    """A row that has run out of tokens waits, whatever the others do."""
+    model = make_model(family)
+    tokens = random_tokens(B, T)
+    counts, chunk = np.array([1, 12, 2 * P]), P
+    cache, logits = model.init_cache(B, SIZE), []
+    for at in range(0, 2 * P, chunk):
+        lengths = jnp.asarray(np.clip(counts - at, 0, chunk), jnp.int32)
+        part, cache = prefill(model, tokens[:, at : at + chunk], cache, lengths)
+        logits.append(part)
+    logits = np.concatenate(logits, axis=1)
+    expected = forward(model, tokens)
+    np.testing.assert_array_equal(cache.progress.position, counts)
+    following = jnp.stack([tokens[b, n : n + 5] for b, n in enumerate(counts)])
+    more, _ = decode(model, following, cache)
+    for b, n in enumerate(counts):
+        assert_close(logits[b, :n], expected[b, :n])
+        assert not logits[b, n:].any()
+        assert_close(more[b], expected[b, n : n + 5])
+
+
 def test_last_logits_alone():
     model = make_model("kda")
     valid = np.arange(P) >= np.array([[P - 3], [P], [0]])
@@ -339,9 +360,60 @@ def test_leaves_are_batch_first_and_steps_trace_once():
             _, cache = one(model, random_tokens(B, T)[:, t], cache)
 
 
+def test_cache_lives_in_an_nnx_cache_or_in_a_pure_dict():
+    """One Variable that holds a pytree; split, made pure, donated and merged at every step."""
+    model = make_model("mamba2")
+    tokens = random_tokens(B, T)
+
+    class Holder(nnx.Module):
+        def __init__(self, model):
+            self.model = model
+            self.cache = nnx.Cache(model.init_cache(B, SIZE))
+
+        def __call__(self, tokens):
+            logits, cache = self.model.step(tokens, self.cache.get_value())
+            self.cache.set_value(cache)
+            return logits
+
+    graphdef, params, caches = nnx.split(Holder(model), nnx.Param, nnx.Cache)
+
+    def one(params, pure, tokens):
+        state = jax.tree.map(lambda x: x, caches)
+        nnx.replace_by_pure_dict(state, pure)
+        holder = nnx.merge(graphdef, params, state)
+        logits = holder(tokens)
+        return logits, nnx.to_pure_dict(nnx.state(holder, nnx.Cache))
+
+    one = jit(one, donate_argnums=1)
+    pure = nnx.to_pure_dict(jax.tree.map(jnp.copy, caches))
+    expected = forward(model, tokens)
+    for t in range(2 * model.config.replay_window):
+        logits, pure = one(params, pure, tokens[:, t])
+        assert_close(logits, expected[:, t])
+
+
+def test_sequences_without_a_token():
+    model = make_model("kda")
+    none = jnp.zeros((B, 0), jnp.int32)
+    assert model(none).shape == (B, 0, V)
+    assert model(jnp.zeros((0, 5), jnp.int32)).shape == (0, 5, V)
+    cache = model.init_cache(B, SIZE)
+    logits, same = model.prefill(none, cache)
+    assert logits.shape == (B, 0, V)
+    chex.assert_trees_all_equal(cache, same)
+
+
 def test_impossible_arguments_raise():
     model = make_model("kda")
     tokens = random_tokens(B, 5)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        model.init_cache(0, SIZE, decode="recurrent")
+    with pytest.raises(ValueError, match="tokens have 3 rows, the cache 2"):
+        model.step(tokens[:, 0], model.init_cache(2, SIZE))
+    with pytest.raises(ValueError, match="the cache holds 4 tokens, found T=5"):
+        model.prefill(tokens, model.init_cache(B, 4))
+    with pytest.raises(TypeError, match="tokens must be integers, found float32"):
+        model.prefill(jnp.ones((B, 2)), model.init_cache(B, SIZE))
     with pytest.raises(ValueError, match="cannot roll back"):
         model.verify(tokens[:, :2], model.init_cache(B, SIZE, decode="recurrent"))
     with pytest.raises(ValueError, match="T must be between 1 and max_tokens=4"):

@@ -100,10 +100,12 @@ class ReplayMixer(CachedLayer):
 
     def commit(self, cache: MixerCache, accepted: jax.Array | int) -> MixerCache:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
-        cache = super().commit(cache, accepted)
-        if not isinstance(cache.state, ReplayState):
-            return cache
-        return dataclasses.replace(cache, state=commit(self.spec, cache.state, accepted))
+        state = cache.state
+        if isinstance(state, ReplayState):
+            # A windowed loop drops the drafts of idle rows from the ring: nothing may count them.
+            accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, state.pointer.pending)
+            state = commit(self.spec, state, accepted)
+        return dataclasses.replace(super().commit(cache, accepted), state=state)
 
     def reset(self, cache: MixerCache, where: jax.Array) -> MixerCache:
         """Empty the rows `where` [B] bool, at the cost of moving their pointer."""

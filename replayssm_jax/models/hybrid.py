@@ -210,7 +210,8 @@ class HybridLM(nnx.Module):
         Args:
           tokens: int32 [B].
           cache: from `init_cache`.
-          lengths: [B] int32, 1 for the rows that take the token, 0 for those that stay as they are.
+          lengths: [B] int32, 1 for the rows that take the token, 0 for those that stay where they
+            are. Drafts that are still pending, in any row, are dropped.
 
         Returns:
           Logits float32 [B, vocab] and the cache.
@@ -251,10 +252,16 @@ class HybridLM(nnx.Module):
 
         Here, and nowhere else, replay rings, convolution rings and KV caches move together.
         """
+        pointer = cache.pointer
+        if pointer is not None:
+            # A windowed loop drops the drafts of idle rows from the rings: nothing may count them.
+            accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, pointer.pending)
+            pending = jnp.zeros_like(pointer.pending)
+            pointer = dataclasses.replace(
+                pointer, length=pointer.length + accepted, pending=pending
+            )
         progress = cache.progress.commit(accepted)
-        return dataclasses.replace(
-            cache, pointer=_commit_pointer(cache.pointer, accepted), progress=progress
-        )
+        return dataclasses.replace(cache, pointer=pointer, progress=progress)
 
     def take(self, cache: HybridCache, rows: jax.Array) -> HybridCache:
         """Return the given rows, int [B'], as a cache of their own; repeats are forks.
@@ -365,12 +372,3 @@ def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
 def _last(live: jax.Array, steps: jax.Array) -> jax.Array:
     """[B] index of the last real token, -1 without any."""
     return jnp.max(jnp.where(live, steps, -1), axis=1)
-
-
-def _commit_pointer(pointer: Pointer | None, accepted: jax.Array | int) -> Pointer | None:
-    if pointer is None:
-        return None
-    accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, pointer.pending)
-    return dataclasses.replace(
-        pointer, length=pointer.length + accepted, pending=jnp.zeros_like(pointer.pending)
-    )

@@ -250,6 +250,53 @@ def test_slots_are_reused_without_a_trace(family):
     np.testing.assert_array_equal(empty.progress.position[:2], [P, 0])
 
 
+def test_a_row_is_released_while_drafts_are_pending(family):
+    """Its next tenant sees none of them, and the drafts of the other rows can still be accepted."""
+    model = make_model(family)
+    tokens, guest = random_tokens(B, T), random_tokens(B, T, seed=9)
+    expected = np.array(forward(model, tokens))
+    expected[1] = forward(model, guest)[1]
+    _, cache = prefill(model, tokens[:, :P], model.init_cache(B, SIZE), all_real(P))
+    _, cache = verify(model, tokens[:, P : P + 4], cache)
+    cache = reset(model, cache, jnp.array([False, True, False]))
+    _, cache = prefill(model, guest[:, :P], cache, jnp.array([0, P, 0], jnp.int32))
+    cache = commit(model, cache, jnp.array([2, 4, 1], jnp.int32))
+    at = np.array([P + 2, P, P + 1])
+    np.testing.assert_array_equal(cache.progress.position, at)
+    streams = np.array(tokens)
+    streams[1] = guest[1]
+    rows = np.arange(B)
+    for _ in range(model.config.replay_window + 1):
+        logits, cache = step(model, jnp.asarray(streams[rows, at]), cache)
+        assert_close(logits, expected[rows, at])
+        at += 1
+
+
+def test_a_windowed_loop_drops_the_drafts_of_idle_rows_everywhere():
+    """Rings, convolutions and KV caches still agree, even if the drafts are accepted after it."""
+    model = make_model("gated_delta_net")
+    tokens = random_tokens(B, T)
+    expected = forward(model, tokens)
+
+    @jit
+    def run(model, tokens, cache):
+        def body(cache, token):
+            live = jnp.array([1, 0, 1], jnp.int32)
+            logits, cache = model.verify(token[:, None], cache, lengths=live)
+            return cache, logits
+
+        return rs.scan_steps(body, cache, tokens.T, window=8)[0]
+
+    _, cache = prefill(model, tokens[:, :P], model.init_cache(B, SIZE), all_real(P))
+    _, cache = verify(model, tokens[:, P : P + 4], cache)
+    cache = run(model, tokens[:, P : P + 1], cache)
+    cache = commit(model, cache, jnp.array([1, 3, 1], jnp.int32))
+    at = np.array([P + 1, P, P + 1])
+    np.testing.assert_array_equal(cache.progress.position, at)
+    logits, _ = step(model, tokens[np.arange(B), at], cache)
+    assert_close(logits, expected[np.arange(B), at])
+
+
 def test_bf16_model_keeps_fp32_checkpoints_and_agrees_with_conventional_decoding(family):
     """Greedy tokens under teacher forcing: replay and conventional bf16 decoding differ in no more
     than 2% of the positions, since both round the same bf16 activations around an fp32 state."""

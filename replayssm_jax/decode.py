@@ -270,7 +270,8 @@ def _verify(
     update = window.solve_updates(spec, tokens, pairs, key_reads)
     output = window.evaluate(spec, pairs, update, query_reads)
     if pointer.phase is not None:
-        # A loop body that steps one state twice would outrun the window: loud, not wrong.
+        # A body that steps one state twice outruns the window: loud from this token on, and what
+        # reads or folds such a state later is NaN too, see `committed_records`.
         fits = pointer.length + num_new <= spec.window
         output = jnp.where(fits.reshape(-1, 1, 1, 1), output, jnp.nan)
     # Reads before the write, or XLA keeps a copy of the ring to read from.

@@ -30,10 +30,12 @@ def scan_steps(
 ) -> tuple[Carry, Any]:
     """`jax.lax.scan` over decode steps, without a flush predicate.
 
-    Each call of `f` must advance each ReplayState in the carry by one `step`; a state that is
-    stepped twice gives NaN once it has outrun its window. The first step of each window flushes
-    whatever the ring holds, so any state can enter, and the result equals that of `jax.lax.scan`
-    within rounding. `f` is traced twice, and twice more when `window` does not divide the length.
+    Each call of `f` must advance each ReplayState in the carry by one `step`, and `insert` only
+    rows that hold no more records than the window has taken steps (rows of a flushed state do). A
+    row that outruns its window becomes NaN for good, outputs and state. The first step of each
+    window flushes whatever the ring holds, so any state can enter, and the result equals that of
+    `jax.lax.scan` within rounding. `f` is traced twice, and twice more when `window` does not
+    divide the length.
 
     Args:
       f: (carry, x) -> (carry, y), with at least one ReplayState somewhere in the carry.
@@ -93,8 +95,8 @@ def while_loop(
     """`jax.lax.while_loop` over decode steps, without a flush predicate.
 
     `cond_fun` is evaluated once a window, so up to `window - 1` surplus steps run after it first
-    turns false: the body must leave finished rows as they are. Each call of `body_fun` must advance
-    each ReplayState in the carry by one `step`. `body_fun` is traced twice.
+    turns false: the body must leave finished rows as they are. What `scan_steps` says about states
+    that are stepped and inserted holds for `body_fun`, too. It is traced twice.
 
     Args:
       cond_fun: carry -> bool scalar.

@@ -187,7 +187,8 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
 
     Raises:
       TypeError: not a ReplayState, or a leaf with another dtype.
-      ValueError: a leaf with another shape.
+      ValueError: a leaf with another shape, or (where the value is known) more committed records
+        than the window holds.
     """
     if not isinstance(state, ReplayState):
         raise TypeError(f"state must be a ReplayState, found {type(state).__name__}")
@@ -227,6 +228,17 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
                 f"{name} of the state must be {jnp.dtype(want.dtype).name}, found "
                 f"{found.dtype.name}"
             )
+    length = concrete(state.pointer.length)
+    if length is None:
+        checkify.debug_check(
+            jnp.all(state.pointer.length <= spec.window), "the state holds more than its window"
+        )
+    elif (length > spec.window).any():
+        raise ValueError(
+            f"the state must hold at most window={spec.window} committed records, found "
+            f"{length.tolist()}: was it made with a larger window, or stepped more than once in "
+            "the body of scan_steps or while_loop?"
+        )
     return batch_size
 
 
@@ -240,8 +252,10 @@ def require_ragged(state: ReplayState, what: str) -> None:
 
 
 def concrete(x: Any) -> Any | None:
-    """The value of `x` where it is known (not traced), else None."""
-    return None if isinstance(x, jax.core.Tracer) else jax.device_get(x)
+    """The value of `x` where it is known (not traced, and all of it in this process), else None."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return jax.device_get(x)
 
 
 def check_rows(name: str, rows: jax.Array, batch_size: int, dtype: Any) -> jax.Array:
@@ -257,7 +271,11 @@ def check_rows(name: str, rows: jax.Array, batch_size: int, dtype: Any) -> jax.A
 def committed_records(
     spec: ReplaySpec, buffer: InputBuffer, start: jax.Array, length: jax.Array
 ) -> window.Records:
-    """The committed records of each row, the first `window` slots from `start`."""
+    """The committed records of each row, the first `window` slots from `start`.
+
+    More records than the window holds cannot all be read: whatever is made of them is NaN, so that
+    neither outputs nor a checkpoint go on without the lost ones.
+    """
     offsets = jnp.arange(spec.window, dtype=jnp.int32)
     live = offsets[None] < length.reshape(-1, 1)
     slots = (start.reshape(-1, 1) + offsets[None]) % spec.capacity
@@ -280,7 +298,9 @@ def committed_records(
         update = in_order(buffer.beta)[..., None] * value
     if spec.decay == "scalar":
         log_decay = log_decay[..., None]
-    return window.make_records(spec, log_decay, in_order(buffer.key), update)
+    records = window.make_records(spec, log_decay, in_order(buffer.key), update)
+    fits = (length <= spec.window).reshape(-1, 1, 1, 1)
+    return records._replace(decay=jnp.where(fits, records.decay, jnp.nan))
 
 
 def materialize(
@@ -340,10 +360,15 @@ def insert(
 ) -> ReplayState:
     """Copy the rows of `other` into the slots of `state`: ring, pointer and checkpoint.
 
+    In the body of `scan_steps` or `while_loop`, where no row flushes before the others, a row of
+    `other` may hold at most as many records as the window has taken steps: flush `other` first, or
+    the row outruns its window and becomes NaN.
+
     Args:
       spec: the layer.
       state: B slots, with ragged pointers.
-      slots: int [B'], the slot of each row of `other`. Slot -1 and slots out of range touch none.
+      slots: int [B'], the slot of each row of `other`. Slot -1 touches none. A slot out of range
+        raises where its value is known while tracing; otherwise it touches none, too.
       other: B' rows, with ragged or scalar pointers.
 
     Raises:
@@ -386,7 +411,8 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     Args:
       spec: the layer.
       state: any; pending drafts go along.
-      rows: int [B'], repeats allowed. Row -1 and rows out of range give an empty row.
+      rows: int [B'], repeats allowed. Row -1 gives an empty row. A row out of range raises where
+        its value is known while tracing; otherwise it gives an empty row, too.
 
     Raises:
       ValueError: wrong shape, or (where the values are known) rows out of [-1, B).

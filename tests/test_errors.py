@@ -935,6 +935,13 @@ GATE_CALLS = {
                 "slots out of",
             ),
             ("rows", TAKE, ints([-1, 2, 0]), [ints([-1, 3, 0]), ints([-2, 2, 0])], "rows out of"),
+            (
+                "records",
+                lambda s, x: rs.step(SPEC, with_pointer(s.ragged, length=x), s.one),
+                ints([5, 2, 0]),
+                [ints([6, 2, 0])],
+                "more than its window",
+            ),
             *(
                 (
                     f"gates of {name}",

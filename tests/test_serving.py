@@ -103,10 +103,12 @@ def numbered_state(spec, num_rows, seed=0):
     """A state in which every element of a leaf has a value of its own, drafts and all."""
     state = rs.init_state(spec, num_rows, ragged=True)
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
+    state = jax.tree.map(
         lambda x: jnp.asarray(rng.permutation(10 * x.size)[: x.size].reshape(x.shape), x.dtype),
         state,
     )
+    length = state.pointer.length % (spec.window + 1)  # no more than a window holds
+    return dataclasses.replace(state, pointer=dataclasses.replace(state.pointer, length=length))
 
 
 def live_ring(spec, state):
@@ -521,6 +523,91 @@ def test_a_second_prefill_continues(family):
     expected, expected_state = plain_decoding(spec, inputs)
     assert_close(np.concatenate(outputs, axis=1), expected)
     assert_close(materialize(spec, state), expected_state, name="state")
+
+
+# Windows that are outrun
+
+WINDOW = 5
+
+
+def windowed_loop(body, length):
+    """The compiled loop over `length` steps: spec, state, tokens of all steps and constants."""
+
+    @jit
+    def run(spec, state, inputs, *constants):
+        def one_step(state, x):
+            t, token = x
+            token = jax.tree.map(lambda x: x[:, None], token)
+            return body(spec, state, t, token, *constants)
+
+        xs = jnp.arange(length), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
+        return rs.scan_steps(one_step, state, xs, window=WINDOW)
+
+    return run
+
+
+def step_twice(spec, state, t, token):
+    _, state = rs.step(spec, state, token)
+    output, state = rs.step(spec, state, token)
+    return state, output
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["scalar", "ragged"])
+def test_a_state_that_outran_its_window_stays_loud(family, ragged):
+    """Records are lost, so nothing that is made of the state later may be finite."""
+    spec = small_spec(family)
+    state = rs.init_state(spec, ROWS, ragged=ragged)
+    if ragged:  # a fresh checkpoint counts as zero, whatever it is multiplied with
+        state = rs.reset(spec, state, np.full(ROWS, True))
+    outrun, outputs = windowed_loop(step_twice, WINDOW)(spec, state, small_inputs(spec, WINDOW))
+    assert np.isfinite(outputs[:3]).all() and np.isnan(outputs[3:]).all()
+    one = small_inputs(spec, 1)
+    for after in (
+        flush(spec, outrun).checkpoint,
+        materialize(spec, outrun),
+        jit(lambda spec, state: rs.prefill(spec, state, one))(spec, outrun)[1].checkpoint,
+        step(spec, outrun, one)[0],
+        windowed_loop(step_twice, 1)(spec, outrun, one)[0].checkpoint,
+    ):
+        assert np.isnan(after).all()
+    with pytest.raises(ValueError, match=r"at most window=5 .*found .*9.*more than once"):
+        rs.flush(spec, outrun)
+
+
+def test_rows_inserted_in_a_windowed_loop(family):
+    """A flushed row fits at any place of the window; a fuller one is NaN, and only that."""
+    spec = small_spec(family)
+    inputs, more = small_inputs(spec, 4), small_inputs(spec, 10, seed=1)
+    initial = rs.init_state(spec, ROWS, ragged=True)
+    _, other = decode(spec, initial, inputs)
+
+    def body(spec, state, t, token, other):
+        slots = jnp.where(t == 1, jnp.array([-1, 1, -1]), -1)
+        output, state = rs.step(spec, rs.insert(spec, state, slots, other), token)
+        return state, output[:, 0]
+
+    run = windowed_loop(body, 10)
+    flushed, _ = run(spec, initial, more, flush(spec, other))
+    alone = jax.tree.map(lambda x, y: np.concatenate([x[1:2], y[1:2, 1:]], axis=1), inputs, more)
+    expected = plain_decoding(spec, alone)[1]
+    assert_close(materialize(spec, flushed)[1:2], expected, name="the inserted row")
+    fuller, outputs = run(spec, initial, more, other)
+    assert np.isnan(outputs[-1, 1]).all() and np.isnan(fuller.checkpoint[1]).all()
+    chex.assert_trees_all_equal(pick(fuller, 0, 2), pick(flushed, 0, 2))
+
+
+def test_a_state_of_a_larger_window_is_refused(family):
+    """Windows that share a capacity share all shapes; records beyond the smaller would be lost."""
+    large, small = make_spec(family, window=8), make_spec(family, window=3)
+    inputs = small_inputs(large, 6)
+    assert large.capacity == small.capacity
+    _, state = decode(large, rs.init_state(large, ROWS, ragged=True), inputs)
+    with pytest.raises(ValueError, match=r"at most window=3 .*found \[6, 6, 6\]: .*larger window"):
+        rs.materialize(small, state)
+    assert np.isnan(materialize(small, state)).all(), "traced, it is loud"
+    _, few = decode(large, rs.init_state(large, ROWS, ragged=True), tokens(inputs, 0, 3))
+    expected = plain_decoding(large, tokens(inputs, 0, 3))[1]
+    assert_close(rs.materialize(small, few), expected, name="state")
 
 
 # States from elsewhere

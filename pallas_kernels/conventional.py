@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.configs import choose, why_not
-from pallas_kernels.layouts import broadcast, load, spread, state_rows, store, swizzled, zeros
+from pallas_kernels.layouts import (
+    broadcast,
+    is_replicated,
+    load,
+    state_rows,
+    store,
+    swizzled,
+    zeros,
+)
 from pallas_kernels.problem import TILE, Config, Mode, Problem, programs_per_row
 from pallas_kernels.program import F32, Program
 
@@ -40,15 +48,15 @@ def scratch_types(p: Problem, c: Config) -> Scratch:
     rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
     return Scratch(
         state=sm((c.stages, TILE, p.key_dim), F32, transforms=swizzled(F32, p.key_dim)),
-        q=sm((p.key_dim,), p.key_dtype),
-        k=sm((p.key_dim,), p.key_dtype),
+        q=sm((1, p.key_dim), p.key_dtype),
+        k=sm((1, p.key_dim), p.key_dtype),
         v=sm(rows, p.value_dtype),
-        g=sm((p.key_dim,), F32) if p.channel else None,
+        g=sm((1, p.key_dim), F32) if p.channel else None,
         decay=None if p.channel else sm(rows, F32),
         beta=sm(rows, F32),
         output=sm(rows, p.value_dtype),
         state_bar=plgpu.Barrier(num_barriers=c.stages),
-        new_bar=plgpu.Barrier(num_arrivals=4 if p.channel else 3),
+        new_bar=plgpu.Barrier(num_arrivals=p.token_copies),
     )
 
 
@@ -73,11 +81,12 @@ class ConventionalStep(Program):
         q, k, v, g, _ = self.inputs
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), sm.state.at[i], sm.state_bar.at[i])
-        plgpu.copy_gmem_to_smem(q.at[b, 0, self.group], sm.q, sm.new_bar)
-        plgpu.copy_gmem_to_smem(k.at[b, 0, self.group], sm.k, sm.new_bar)
+        first = pl.ds(0, 1)
         plgpu.copy_gmem_to_smem(self.rows_of(v, b, 0), sm.v, sm.new_bar)
+        self.bring(q.at[b, first, self.group], sm.q, self.p.bulk_keys, sm.new_bar)
+        self.bring(k.at[b, first, self.group], sm.k, self.p.bulk_keys, sm.new_bar)
         if self.p.channel:
-            plgpu.copy_gmem_to_smem(g.at[b, 0, self.head], sm.g, sm.new_bar)
+            self.bring(g.at[b, first, self.head], sm.g, self.p.bulk_gates, sm.new_bar)
 
     def read_gates(self) -> None:
         """Decays and betas as one value for each state row."""
@@ -96,15 +105,17 @@ class ConventionalStep(Program):
         self.read_gates()
         plgpu.barrier_wait(sm.new_bar)
         if p.channel:
-            channels = spread(p.key_dim)
-            store(sm.g, jnp.exp(load(sm.g, channels)))
+            decay = jnp.exp(load(sm.g.at[0], self.channels))
+            if is_replicated(p.key_dim):
+                plgpu.commit_smem()
+            store(sm.g.at[0], decay)
         plgpu.commit_smem()
 
         def along_rows(ref: Any, i: Any) -> jax.Array:
             return load(self.tile_rows(ref, i=i), layout.reduce(1)).astype(F32)
 
         def columns(ref: Any) -> jax.Array:
-            return broadcast(load(ref, layout.reduce(0)).astype(F32), shape, (1,), layout)
+            return broadcast(load(ref.at[0], layout.reduce(0)).astype(F32), shape, (1,), layout)
 
         key, query = columns(sm.k), columns(sm.q)
 

@@ -32,10 +32,10 @@ from pallas_kernels.layouts import (
     LHS,
     RHS,
     broadcast,
+    is_replicated,
     load,
     operand_rows,
     record_rows,
-    spread,
     state_rows,
     store,
     zeros,
@@ -49,7 +49,6 @@ from pallas_kernels.problem import (
     Problem,
     blocks,
     programs_per_row,
-    term_pairs,
 )
 from pallas_kernels.program import F32, Program
 from pallas_kernels.scratch import Scratch, scratch_types
@@ -107,7 +106,6 @@ class Step(Program):
         super().__init__(problem, config, state)
         self.mode, self.ring, self.inputs, self.output = mode, ring, inputs, output
         self.sm = scratch
-        self.channels = spread(problem.key_dim)
         self.block = record_rows(problem.key_dim)
         self.rows = rows
 
@@ -134,11 +132,11 @@ class Step(Program):
         p, sm, b = self.p, self.sm, self.b
         q, k, v, g, _ = self.inputs
         every = pl.ds(0, p.num_tokens)
-        plgpu.copy_gmem_to_smem(q.at[b, every, self.group], sm.q, sm.new_bar)
-        plgpu.copy_gmem_to_smem(k.at[b, every, self.group], sm.k.at[every], sm.new_bar)
         plgpu.copy_gmem_to_smem(self.rows_of(v, b, every), sm.v, sm.new_bar)
+        self.bring(q.at[b, every, self.group], sm.q, p.bulk_keys, sm.new_bar)
+        self.bring(k.at[b, every, self.group], sm.k.at[every], p.bulk_keys, sm.new_bar)
         if p.channel:
-            plgpu.copy_gmem_to_smem(g.at[b, every, self.head], sm.g, sm.new_bar)
+            self.bring(g.at[b, every, self.head], sm.g, p.bulk_gates, sm.new_bar)
 
     def start_window(self) -> None:
         """Start the copies of the committed records, in chunks, live ones only."""
@@ -214,11 +212,16 @@ class Step(Program):
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
         since = zeros((self.p.key_dim,), self.channels)
-        for j in range(self.p.window - 1, -1, -1):
-            decay = load(sm.gate.at[j], self.channels)
-            key = load(sm.key.at[j], self.channels).astype(F32)
-            store(sm.gate.at[j], key * jnp.exp(since))
-            since = since + jnp.where(j < self.length, decay, 0.0)
+        for first in reversed(blocks(self.p.padded_window)):
+            block = range(first, min(first + BLOCK, self.p.window))
+            # All loads before the first store: the compiler cannot tell that they do not overlap.
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
+            keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
+            if is_replicated(self.p.key_dim):
+                plgpu.commit_smem()
+            for j in reversed(block):
+                store(sm.gate.at[j], keys[j] * jnp.exp(since))
+                since = since + jnp.where(j < self.length, decays[j], 0.0)
         store(sm.total, jnp.exp(since))
 
     def decay_columns(self) -> None:
@@ -397,17 +400,7 @@ class Step(Program):
         """Fold the window into the state, tile by tile, and read the columns in the same pass."""
         p, sm, stages = self.p, self.sm, self.c.stages
         operand = operand_rows()
-        if self.straddles:
-            self.scale_records()
-        if p.key_terms > 1:
-            for first in blocks(p.padded_window):
-                here = pl.ds(first, BLOCK)
-                keys = load((sm.gate if p.channel else sm.key).at[here], operand).astype(F32)
-                keys = self.mask_dead(keys, first, operand)
-                for term in range(p.key_terms):
-                    top = keys.astype(jnp.bfloat16)
-                    store(sm.fold_key.at[term, here], top)
-                    keys = keys - top.astype(F32)
+        self.make_fold_keys(operand)
         plgpu.commit_smem()
 
         def column(c: int) -> jax.Array:
@@ -436,7 +429,7 @@ class Step(Program):
                     )
 
             plgpu.barrier_wait(sm.state_bar.at[slot])
-            state = load(sm.state.at[slot], ACC)
+            state = load(sm.state.at[slot], ACC, optimized=True)
             shape = (TILE, p.key_dim)
             if p.channel:
                 total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
@@ -445,60 +438,78 @@ class Step(Program):
                 total = broadcast(total, shape, (0,), ACC)
             state = jnp.where(self.fresh, 0.0, state * total)
             for first in blocks(p.padded_window):
-                for a, b in term_pairs(p.key_terms):
-                    state = self.add_product(state, first, a, b)
-            store(sm.state.at[slot], state)
+                state = self.add_products(state, first)
+            store(sm.state.at[slot], state, optimized=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             self.read_tile(state, i, column, ACC)
 
-    @property
-    def straddles(self) -> bool:
-        """Whether a state tile has rows of more than one head."""
-        return self.c.heads > 1 and self.c.rows % TILE != 0
-
-    def scale_records(self) -> None:
-        """Records times their weights, for tiles that straddle heads; dead ones zero."""
+    def make_fold_keys(self, layout: Any) -> None:
+        """The window's keys as bf16 terms in shared memory, dead ones zero."""
         p, sm = self.p, self.sm
-        for j in range(p.padded_window):
-            record = load(sm.record.at[j], self.layout).astype(F32)
-            if self.weighs_records and j < p.window:
-                record = record * self.over_rows(self.load_heads(sm.weight, j))
-            scaled = sm.record if p.delta else sm.scaled
-            store(scaled.at[j], jnp.where(j < self.length, record, 0.0))
+        masked = {}
+        for first in blocks(p.padded_window):
+            keys = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
+            masked[first] = self.mask_dead(keys, first, layout)
+        plgpu.commit_smem()  # the terms may lie where the keys lay
+        for first, rest in masked.items():
+            here = pl.ds(first, BLOCK)
+            if p.key_terms == 1:
+                store(sm.key.at[here], rest)
+                continue
+            rest = rest.astype(F32)
+            for term in range(p.key_terms):
+                top = rest.astype(jnp.bfloat16)
+                store(sm.fold_key.at[term, here], top)
+                rest = rest - top.astype(F32)
 
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
-        p, sm = self.p, self.sm
-        here, shape = pl.ds(first, BLOCK), (BLOCK, TILE)
-        if self.straddles:
-            return load(self.tile_rows(sm.record if p.delta else sm.scaled, here, i=i), layout)
-        records = load(self.tile_rows(sm.record, here, i=i), layout).astype(F32)
+        here = pl.ds(first, BLOCK)
+        records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
         if self.weighs_records:
-            head = i // (self.c.rows // TILE) if self.c.heads > 1 else 0
-            weight = load(sm.weight.at[here, head], layout.reduce(1))
-            records = records * broadcast(weight, shape, (0,), layout)
+            records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
+
+    def tile_weights(self, here: Any, i: Any, layout: Any) -> jax.Array:
+        """Weights of 16 records in the rows of state tile i, which may be of several heads."""
+        shape, rows = (BLOCK, TILE), self.c.rows
+
+        def of_head(head: Any) -> jax.Array:
+            weight = load(self.sm.weight.at[here, head], layout.reduce(1))
+            return broadcast(weight, shape, (0,), layout)
+
+        if self.c.heads == 1:
+            return of_head(0)
+        head = i * TILE // rows
+        weights = of_head(head)
+        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        for other in range(1, others + 1):
+            known = jnp.minimum(head + other, self.c.heads - 1)
+            begins = (head + other) * rows - i * TILE
+            weights = jnp.where(column >= begins, of_head(known), weights)
+        return weights
 
     def mask_dead(self, x: jax.Array, first: int, layout: Any) -> jax.Array:
         """Zero the dead ones of the 16 records [16, n] from `first` on, whatever they hold."""
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
-    def add_product(self, state: jax.Array, first: int, a: int, b: int) -> jax.Array:
-        """State tile plus the product of term a of the records and term b of the keys."""
+    def add_products(self, state: jax.Array, first: int) -> jax.Array:
+        """State tile plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
-        records, keys = sm.fold_record.at[a, here], sm.key.at[here]
-        if p.key_terms > 1:
-            keys = sm.fold_key.at[b, here]
-        if self.mode.interpret:  # it has no warp-level products
-            operand = operand_rows()
-            keys = self.mask_dead(load(keys, operand), first, operand).astype(F32)
-            return state + jnp.dot(load(records, operand).astype(F32).T, keys)
-        keys = load(keys, RHS)
-        if p.key_terms == 1:
-            keys = self.mask_dead(keys, first, RHS)
-        return plgpu.mma(state, load(records.transpose((1, 0)), LHS), keys)
+        for b in range(p.key_terms):
+            ref = sm.key.at[here] if p.key_terms == 1 else sm.fold_key.at[b, here]
+            keys = load(ref, operand_rows() if self.mode.interpret else RHS)
+            for a in range(3 - b):  # the smallest products are below fp32 rounding
+                records = sm.fold_record.at[a, here]
+                if self.mode.interpret:  # it has no warp-level products
+                    product = load(records, operand_rows()).astype(F32).T @ keys.astype(F32)
+                    state = state + product
+                else:
+                    state = plgpu.mma(state, load(records.transpose((1, 0)), LHS), keys)
+        return state
 
     def append(self, folded: bool) -> None:
         """Record the new tokens behind the committed ones."""
@@ -521,13 +532,14 @@ class Step(Program):
 
                 @pl.when(self.leads_group)
                 def _() -> None:
-                    plgpu.copy_smem_to_gmem(sm.k.at[t], ring.key.at[b, slot, self.group])
+                    self.send(sm.k.at[t], ring.key.at[b, slot, self.group], p.bulk_keys)
 
                 if p.channel:
 
                     @pl.when(self.leads_head)
                     def _() -> None:
-                        plgpu.copy_smem_to_gmem(sm.g.at[t], ring.log_decay.at[b, slot, self.head])
+                        kept = ring.log_decay.at[b, slot, self.head]
+                        self.send(sm.g.at[t], kept, p.bulk_gates)
 
     def write_output(self) -> None:
         """Send the outputs off."""
@@ -639,7 +651,7 @@ def launch(
     p = problem
 
     def body(*args: Any) -> None:
-        refs, scratch = args[:-1], args[-1]
+        refs, scratch = args[:-1], args[-1].unpacked()
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
         Step(p, config, mode, checkpoint, ring, Rows(*refs[:4]), given, output, scratch).run()

@@ -81,17 +81,25 @@ def swizzled(dtype: Any, key_dim: int) -> tuple[Any, Any]:
     return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Load from shared or global memory into a layout."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+def load(ref: Any, layout: Any, *, optimized: bool = False) -> jax.Array:
+    """Load from shared or global memory into a layout; `optimized` avoids bank conflicts."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
-def store(ref: Any, value: jax.Array) -> None:
-    """Store to shared or global memory."""
+def store(ref: Any, value: jax.Array, *, optimized: bool = False) -> None:
+    """Store to shared or global memory; `optimized` avoids bank conflicts."""
     if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11 has this as the indexed assignment
+        plgpu.store(ref, value, optimized=optimized)
+    else:  # jax 0.11 has this as the indexed assignment, and decides by itself
         ref[...] = value
+
+
+def is_replicated(n: int) -> bool:
+    """Whether `spread(n)` has several threads hold an element.
+
+    Then updating shared memory in place takes a barrier between the loads and the stores.
+    """
+    return n % 128 != 0
 
 
 def broadcast(

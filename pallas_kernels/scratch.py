@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import swizzled
-from pallas_kernels.problem import TILE, Config, Mode, Problem
+from pallas_kernels.problem import TILE, Config, Mode, Problem, round_up
 from pallas_kernels.program import F32
 
 
@@ -20,7 +20,6 @@ class Scratch(NamedTuple):
     state: Any  # state tiles in flight
     key: Any  # keys of the window
     record: Any  # updates or values of the window
-    scaled: Any  # the same times their decay, for a fold
     gate: Any  # channel decay: log-decays of the window, then its decayed keys
     q: Any
     k: Any
@@ -38,9 +37,17 @@ class Scratch(NamedTuple):
     output: Any
     fold_record: Any  # bf16 terms of `scaled`, one tile
     fold_key: Any  # bf16 terms of the keys, unless they are bf16 themselves
+    shared: Any  # None, or (gate, key) and fold_key in one place: fold_key is made of them
     state_bar: Any
     new_bar: Any
     window_bar: Any
+
+    def unpacked(self) -> Scratch:
+        """The same with the parts of `shared` as fields of their own."""
+        if self.shared is None:
+            return self
+        (gate, key), fold_key = self.shared
+        return self._replace(gate=gate, key=key, fold_key=fold_key)
 
 
 def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
@@ -51,14 +58,19 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     new = p.padded_tokens if p.num_tokens > 1 else 1
     tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
-    straddles = c.heads > 1 and c.rows % TILE != 0
     channel = p.channel
+    key = sm((window, n), p.key_dtype)
+    gate = sm((window, n), F32) if channel else None
+    fold_key = sm((3, window, n), bf16) if mode.fold and p.key_terms > 1 else None
+    shared = None
+    if gate is not None and fold_key is not None:
+        shared = plgpu.RefUnion((gate, key), fold_key)
+        gate = key = fold_key = None
     return Scratch(
         state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
-        key=sm((window, n), p.key_dtype),
+        key=key,
         record=sm((window, *rows), p.record_dtype),
-        scaled=sm((window, *rows), F32) if straddles and mode.fold and not p.delta else None,
-        gate=sm((window, n), F32) if channel else None,
+        gate=gate,
         q=sm((tokens, n), p.key_dtype),
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
@@ -67,24 +79,32 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,
-        weight=sm((window, *heads), F32),
+        weight=None if p.delta and channel else sm((window, *heads), F32),
         new_gate=sm((2, tokens, *heads), F32),
         score=sm((columns, window + p.padded_tokens), F32),
         read=sm((columns, *rows), F32),
         update=sm((tokens, *rows), F32) if p.delta else None,
         output=sm((tokens, *rows), p.value_dtype),
         fold_record=sm((3, window, TILE), bf16) if mode.fold else None,
-        fold_key=sm((3, window, n), bf16) if mode.fold and p.key_terms > 1 else None,
+        fold_key=fold_key,
+        shared=shared,
         state_bar=plgpu.Barrier(num_barriers=c.stages),
-        new_bar=plgpu.Barrier(num_arrivals=4 if channel else 3),
+        new_bar=plgpu.Barrier(num_arrivals=p.token_copies),
         window_bar=plgpu.Barrier(num_arrivals=3 if channel else 2, num_barriers=p.num_chunks),
     )
 
 
 def shared_bytes(problem: Problem, config: Config, mode: Mode) -> int:
-    """Shared memory that a program takes, barriers and alignment included."""
-    total = 1024
+    """Shared memory that a program takes; every array is aligned to 1024 bytes."""
+    total = 1024  # barriers
     for x in jax.tree.leaves(scratch_types(problem, config, mode)):
-        if not isinstance(x, plgpu.Barrier):
-            total += math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        if isinstance(x, plgpu.RefUnion):
+            total += max(_bytes(group) for group in x.refs)
+        elif not isinstance(x, plgpu.Barrier):
+            total += _bytes(x)
     return total
+
+
+def _bytes(arrays: Any) -> int:
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(arrays))
+    return sum(round_up(size, 1024) for size in sizes)

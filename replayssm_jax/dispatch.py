@@ -22,6 +22,9 @@ NAMES = ("xla", "mosaic_gpu", "triton")
 # Kernels update arrays in place through Refs, which older versions cannot do under jit.
 OLDEST_JAX_FOR_KERNELS = (0, 11, 2)
 
+# Hopper and Blackwell, by parts of their device kinds.
+_GPUS = ("H100", "H200", "H800", "H20", "B100", "B200", "B300")
+
 _interpreting = contextvars.ContextVar("interpreting", default=False)
 
 
@@ -77,8 +80,8 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
         kind = _target()
         if kind is None:
             return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-        if not any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")):
-            return f"it needs a Hopper GPU, found {kind!r}"
+        if not any(name in kind for name in _GPUS):
+            return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
     from replayssm_jax import kernels
 
     return kernels.why_not(spec, num_tokens)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import ClassVar
 
 import chex
 import jax
@@ -52,6 +53,10 @@ class CoreSuite:
     """Subclass it with `implementation` set and a `Test` name."""
 
     implementation: str | None = None
+    dims: ClassVar = {}  # by family, where an implementation needs other shapes
+
+    def make_spec(self, family, **overrides):
+        return make_spec(family, **{**self.dims.get(family, {}), **overrides})
 
     @pytest.fixture(params=FAMILIES)
     def family(self, request):
@@ -82,7 +87,7 @@ class CoreSuite:
     # Numerics
 
     def test_steps_over_64_windows(self, family, ragged):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 64 * spec.window)
         outputs, state = self.decode(spec, rs.init_state(spec, 2, ragged=ragged), inputs)
         expected, expected_state = reference(spec, inputs)
@@ -91,7 +96,7 @@ class CoreSuite:
 
     def test_state_error_stays_near_that_of_the_plain_recurrence(self, family):
         """Drift over flush cycles: bf16 records, fp32 state, 64 windows, long memory."""
-        spec = make_spec(family, key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
+        spec = self.make_spec(family, key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
         inputs = random_inputs(spec, 2, 64 * spec.window, gates=(-1e-4, -1e-3, -1e-2))
         _, state = self.decode(spec, rs.init_state(spec, 2), inputs)
         plain = jnp.zeros(spec.state_shape(2), jnp.float32)
@@ -102,7 +107,7 @@ class CoreSuite:
 
     @pytest.mark.parametrize("window", [16, 64])
     def test_gates_of_all_sizes_in_one_window(self, family, window):
-        spec = make_spec(family, window=window, max_tokens=8)
+        spec = self.make_spec(family, window=window, max_tokens=8)
         inputs = random_inputs(spec, 2, 4 * window, gates=GATES)
         expected, expected_state = reference(spec, inputs)
         outputs, state = self.decode(spec, rs.init_state(spec, 2), inputs)
@@ -117,7 +122,7 @@ class CoreSuite:
     @pytest.mark.parametrize("family", ["kda", "gla"])
     def test_channel_spans_of_600_in_one_window(self, family):
         """Channels that forget nothing beside channels that lose 600 powers of two."""
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 3 * spec.window)
         span = jnp.linspace(0, -600 * np.log(2) / spec.window, spec.key_dim)
         inputs = dataclasses.replace(inputs, g=jnp.broadcast_to(span, inputs.g.shape))
@@ -130,7 +135,7 @@ class CoreSuite:
 
     def test_bf16_outputs_do_not_drift(self, family):
         """The rounding of 4096 steps does not accumulate: the last windows are as the first."""
-        spec = make_spec(family, key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
+        spec = self.make_spec(family, key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
         inputs = random_inputs(spec, 1, 4096, gates=(-1e-3, -1e-1))
         outputs, _ = self.decode(spec, rs.init_state(spec, 1), inputs)
         expected, _ = reference(spec, inputs)
@@ -153,7 +158,7 @@ class CoreSuite:
         return jnp.concatenate(outputs, axis=1), state
 
     def test_drafts_of_any_size(self, family, ragged):
-        spec = make_spec(family, window=16, max_tokens=5)
+        spec = self.make_spec(family, window=16, max_tokens=5)
         inputs = random_inputs(spec, 2, 60)
         expected, expected_state = reference(spec, inputs)
         state = rs.init_state(spec, 2, ragged=ragged)
@@ -162,7 +167,7 @@ class CoreSuite:
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_step_is_verify_and_commit_bit_for_bit(self, family, ragged):
-        spec = make_spec(
+        spec = self.make_spec(
             family, max_tokens=4, window=5, key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16
         )
         inputs = random_inputs(spec, 2, 13)
@@ -175,7 +180,7 @@ class CoreSuite:
             chex.assert_trees_all_equal((output, stepped), (drafted, verified))
 
     def test_any_flush_schedule(self, family):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 3, 40)
         state = rs.init_state(spec, 3, ragged=True)
         rng = np.random.default_rng(0)
@@ -191,7 +196,7 @@ class CoreSuite:
 
     @pytest.mark.parametrize("ragged, chunk_size", [(False, 1), (True, 7), (False, 64)])
     def test_prefill_into_a_ring_that_is_not_empty(self, family, ragged, chunk_size):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 90)
         state = rs.init_state(spec, 2, ragged=ragged)
         outputs = []
@@ -209,7 +214,7 @@ class CoreSuite:
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_resets_forget_everything_before(self, family):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 50)
         state = rs.init_state(spec, 2)
         _, state = self.jitted["step"](spec, state, tokens(inputs, 0, 1))
@@ -230,7 +235,7 @@ class CoreSuite:
     @pytest.mark.parametrize("accepted", range(5))
     def test_rollback(self, family, accepted):
         """Drafts that are not accepted leave no trace, also across a flush and a wrapped ring."""
-        spec = make_spec(family, window=7, max_tokens=4)
+        spec = self.make_spec(family, window=7, max_tokens=4)
         inputs = random_inputs(spec, 2, 12 * max(accepted, 1))
         wrong = random_inputs(spec, 2, 12 * 4, seed=1)
         state = rs.init_state(spec, 2)
@@ -251,7 +256,7 @@ class CoreSuite:
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_dead_slots_may_hold_nan(self, family, ragged):
-        spec = make_spec(family, window=10, max_tokens=3)
+        spec = self.make_spec(family, window=10, max_tokens=3)
         inputs = random_inputs(spec, 2, 48)
         state = rs.init_state(spec, 2, ragged=ragged)
         outputs = []
@@ -268,7 +273,7 @@ class CoreSuite:
 
     def test_rows_at_different_phases(self, family):
         """Rows with their own lengths and acceptances, 0 included, equal each row's own history."""
-        spec = make_spec(family, window=9, max_tokens=4)
+        spec = self.make_spec(family, window=9, max_tokens=4)
         inputs = random_inputs(spec, 3, 60)
         state = rs.init_state(spec, 3, ragged=True)
         rng = np.random.default_rng(3)
@@ -309,7 +314,7 @@ class CoreSuite:
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
     def test_dtypes_are_kept(self, family, dtype):
         """Outputs and ring keep the activation dtype, the checkpoint stays fp32."""
-        spec = make_spec(family, key_dtype=dtype, value_dtype=dtype, max_tokens=2)
+        spec = self.make_spec(family, key_dtype=dtype, value_dtype=dtype, max_tokens=2)
         inputs = random_inputs(spec, 2, 34)
         state = rs.init_state(spec, 2)
         before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
@@ -326,7 +331,7 @@ class CoreSuite:
 
     def test_flush_keeps_live_slots_and_repeats_bit_for_bit(self, family, ragged):
         """No flush or append touches a live slot, wrapped rings included; runs are identical."""
-        spec = make_spec(family, window=13, max_tokens=3)
+        spec = self.make_spec(family, window=13, max_tokens=3)
         inputs = random_inputs(spec, 2, 60)
         state = rs.init_state(spec, 2, ragged=ragged)
         for t in range(0, 60, 3):
@@ -346,7 +351,7 @@ class CoreSuite:
             state = rs.commit(spec, runs[0][1], 3)
 
     def test_donated_buffers_equal_fresh_ones(self, family):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 2 * spec.window + 3)
         step = jax.jit(lambda state, one: self.step(spec, state, one), donate_argnums=0)
         fresh, donated = rs.init_state(spec, 2), rs.init_state(spec, 2)
@@ -360,7 +365,7 @@ class CoreSuite:
 
     @pytest.mark.parametrize("shared", [True, False], ids=["shared pointer", "own pointers"])
     def test_vmap_equals_the_batched_step(self, family, ragged, shared):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 6, 2 * spec.window + 2)
         axes = rs.ReplayState(0, 0, None if shared else 0, 0, 0)
         state = rs.init_state(spec, 2, ragged=ragged)
@@ -380,7 +385,7 @@ class CoreSuite:
 
     def test_nested_vmap_of_scan(self, family):
         """Rows of a nested vmap at phases of their own."""
-        spec = make_spec(family, window=6)
+        spec = self.make_spec(family, window=6)
         inputs = random_inputs(spec, 6, 21)
         skip = jnp.arange(6).reshape(3, 2)
 
@@ -403,7 +408,7 @@ class CoreSuite:
         assert_close(outputs.reshape(expected.shape), expected)
 
     def test_jit_equals_eager(self, family, ragged):
-        spec = make_spec(family, max_tokens=3)
+        spec = self.make_spec(family, max_tokens=3)
         inputs = random_inputs(spec, 2, 3)
         state = rs.init_state(spec, 2, ragged=ragged)
         chex.assert_trees_all_close(
@@ -414,7 +419,7 @@ class CoreSuite:
 
     @pytest.mark.parametrize("length", [3, 16, 41])
     def test_windowed_scan_equals_scan(self, family, ragged, length):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 5 + length)
         _, state = self.decode(spec, rs.init_state(spec, 2, ragged=ragged), tokens(inputs, 0, 5))
         rest = tokens(inputs, 5, 5 + length)
@@ -425,7 +430,7 @@ class CoreSuite:
         assert jax.tree.structure(after) == jax.tree.structure(state)
 
     def test_windowed_while_loop(self, family):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 48)
 
         @jax.jit
@@ -446,7 +451,7 @@ class CoreSuite:
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_a_body_that_steps_twice_is_loud(self, family):
-        spec = make_spec(family)
+        spec = self.make_spec(family)
         inputs = tokens(random_inputs(spec, 1, 1), 0, 1)
 
         def body(state, _):

@@ -1,0 +1,159 @@
+"""Kernels without a GPU: values in the Mosaic interpreter, lowering for the GPUs they are for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
+
+import replayssm_jax as rs
+from replayssm_jax import dispatch
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS, reason="kernels need a newer jax"
+)
+
+SHAPES = {
+    "mamba2": dict(value_dim=64, key_dim=32),
+    "gated_delta_net": dict(value_dim=64, key_dim=48),
+    "kda": dict(value_dim=64, key_dim=32),
+    "gla": dict(value_dim=64, key_dim=64),
+}
+
+# Layers of published models: Nemotron-H 8B, Nemotron-3-Nano-4B, Qwen3-Next, Kimi Linear.
+LAYERS = {
+    "mamba2": rs.ReplaySpec.mamba2(num_heads=128, head_dim=64, state_dim=128, num_groups=8),
+    "mamba2, head_dim 80": rs.ReplaySpec.mamba2(
+        num_heads=96, head_dim=80, state_dim=128, num_groups=8
+    ),
+    "gated_delta_net": rs.ReplaySpec.gated_delta_net(
+        num_value_heads=32, num_key_heads=16, key_dim=128, value_dim=128
+    ),
+    "kda": rs.ReplaySpec.kda(num_heads=32, key_dim=128, value_dim=128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SHAPES)
+def test_values_in_the_interpreter(family):
+    """Steps, drafts of uneven lengths, rollback, flush, reset rows, vmap; NaN in dead slots."""
+    spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family])
+    inputs = random_inputs(spec, 2, 12)
+    on_kernels = {"implementation": "mosaic_gpu"}
+    step = jax.jit(functools.partial(rs.step, spec, **on_kernels))
+    verify = jax.jit(functools.partial(rs.verify, spec, **on_kernels))
+    outputs = []
+    with dispatch.interpreted_kernels():
+        state = rs.init_state(
+            spec, 2, jnp.full(spec.state_shape(2), jnp.nan), layout="vk", ragged=True
+        )
+        state = rs.reset(spec, state, jnp.array([True, True]))
+        for t in range(6):
+            state = poison_dead_slots(spec, state)
+            output, state = step(state, tokens(inputs, t, t + 1))
+            outputs.append(output)
+        _, state = verify(state, tokens(inputs, 9, 11))
+        state = poison_dead_slots(spec, rs.commit(spec, state, jnp.array([0, 0])))
+        for t in (6, 8):
+            output, state = verify(state, tokens(inputs, t, t + 2), jnp.array([2, 1]))
+            assert not output[1, 1].any()
+            row = jax.tree.map(lambda x: x[:, 1:], tokens(inputs, t, t + 2))
+            state = rs.commit(spec, state, jnp.array([2, 1]))
+            rest, state = verify(state, row, jnp.array([0, 1]))
+            state = rs.commit(spec, state, jnp.array([0, 1]))
+            outputs.append(output.at[1, 1].set(rest[1, 0]))
+        state = rs.flush(spec, state, jnp.array([True, False]), **on_kernels)
+        state = poison_dead_slots(spec, state)
+        single = jax.jit(jax.vmap(functools.partial(rs.step, spec, **on_kernels)))
+        each = functools.partial(jax.tree.map, lambda x: x[:, None])
+        output, state = single(each(state), each(tokens(inputs, 10, 11)))
+        outputs.append(output[:, 0])
+        state = jax.tree.map(lambda x: x[:, 0], state)
+        output, state = step(state, tokens(inputs, 11, 12))
+        outputs.append(output)
+    expected, expected_state = reference(spec, inputs)
+    assert_close(jnp.concatenate(outputs, axis=1), expected)
+    assert_close(rs.materialize(spec, state), expected_state, name="state")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "kda"])
+def test_conventional_step_in_the_interpreter(family):
+    spec = make_spec(family, **SHAPES[family])
+    inputs = random_inputs(spec, 2, 1)
+    initial = np.random.default_rng(0).standard_normal(spec.state_shape(2))
+    state = jnp.asarray(initial, jnp.float32)
+    with dispatch.interpreted_kernels():
+        output, state = rs.recurrent_step(spec, state, inputs, implementation="mosaic_gpu")
+    expected, expected_state = reference(spec, inputs, initial)
+    assert_close(output, expected)
+    assert_close(state, expected_state, name="state")
+
+
+def lowered(f, *args, device):
+    """The text of `f` lowered for a GPU that is not there."""
+    target = jax.sharding.AbstractDevice(device_kind=device, platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA B200"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_real_layers_lower_and_call_one_kernel(layer, device):
+    """Every layer of a loop calls the same function, which holds one kernel."""
+    spec = LAYERS[layer]
+    state = jax.eval_shape(lambda: rs.init_state(spec, 8, ragged=True))
+    one = jax.eval_shape(lambda: random_inputs(spec, 8, 1))
+
+    def three_layers(states, one):
+        return [rs.step(spec, state, one) for state in states]
+
+    text = lowered(three_layers, [state] * 3, one, device=device)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
+    assert "replay_step" in text
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_drafts_flush_and_baseline_lower(family):
+    spec = make_spec(family, window=32, max_tokens=8, **SHAPES[family])
+    state = jax.eval_shape(lambda: rs.init_state(spec, 2, ragged=True))
+    inputs = jax.eval_shape(lambda: random_inputs(spec, 2, 8))
+    one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+    device = "NVIDIA H200"
+    for f, args in (
+        (rs.verify, (state, inputs)),
+        (rs.flush, (state,)),
+        (rs.recurrent_step, (state.checkpoint, one)),
+    ):
+        text = lowered(functools.partial(f, spec), *args, device=device)
+        assert "mosaic_gpu" in text, f.__name__
+
+
+def test_what_kernels_do_not_take_falls_back_unless_named():
+    spec = make_spec("kda")
+    state, inputs = rs.init_state(spec, 2), random_inputs(spec, 2, 1)
+    text = lowered(functools.partial(rs.step, spec), state, inputs, device="NVIDIA H200")
+    assert "mosaic_gpu" not in text
+    with pytest.raises(ValueError, match="key_dim must be a multiple of 16 from 32 to 256"):
+        lowered(
+            functools.partial(rs.step, spec, implementation="mosaic_gpu"),
+            state,
+            inputs,
+            device="NVIDIA H200",
+        )
+
+
+def test_older_gpus_are_refused_by_name():
+    spec = LAYERS["kda"]
+    state = jax.eval_shape(lambda: rs.init_state(spec, 2))
+    one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+    with pytest.raises(ValueError, match="needs a Hopper or Blackwell GPU, found 'NVIDIA A100"):
+        lowered(
+            functools.partial(rs.step, spec, implementation="mosaic_gpu"),
+            state,
+            one,
+            device="NVIDIA A100-SXM4-80GB",
+        )

@@ -47,7 +47,8 @@ def prefill(
       valid: None, or bool [B, T], any pattern of real tokens, left padding included. The others
         are identities (no decay, no update, no reset) with zero output.
       resets: None, or bool [B, T]: forget everything before this token (packed documents,
-        episodes).
+        episodes), also what is not finite. Up to its next reset, a token that is not finite makes
+        all heads of its row NaN.
       chunk_size: tokens that are folded at once; the result does not depend on it beyond rounding.
 
     With ragged pointers a row without a real token is left untouched; with a scalar pointer all
@@ -103,8 +104,10 @@ def _prefill(
     num_chunks, block_size = _blocks(spec, batch_size, num_tokens, chunk_size)
     padding = num_chunks * chunk_size - num_tokens
     tokens = as_tokens(spec, inputs, valid)
+    lost = None
     if resets is not None:
         resets = resets if valid is None else resets & valid
+        before, tokens, lost = _set_apart(before, tokens, resets)
     # Zeros pad every field: a padded token is an identity.
     blocks, resets = jax.tree.map(
         lambda x: _in_chunks(x, padding, chunk_size, block_size), (tokens, resets)
@@ -122,6 +125,10 @@ def _prefill(
     outputs = outputs.reshape(num_chunks, batch_size, chunk_size, *outputs.shape[4:])
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(batch_size, -1, *outputs.shape[3:])
     outputs = outputs[:, :num_tokens].astype(inputs.v.dtype)
+    if lost is not None:
+        shown = lost if valid is None else lost & valid
+        outputs = jnp.where(shown[:, :, None, None], jnp.nan, outputs)
+        after = jnp.where(lost[:, -1].reshape(-1, 1, 1, 1), jnp.nan, after)
     if valid is None or not pointer.is_ragged:
         return outputs, dataclasses.replace(state, checkpoint=after, pointer=emptied(spec, pointer))
     touched = jnp.any(valid, axis=1)
@@ -129,6 +136,30 @@ def _prefill(
     return outputs, dataclasses.replace(
         state, checkpoint=checkpoint, pointer=emptied(spec, pointer, touched)
     )
+
+
+def _set_apart(
+    before: jax.Array, tokens: window.Tokens, resets: jax.Array
+) -> tuple[jax.Array, window.Tokens, jax.Array]:
+    """Take what is not finite out of state and tokens, and say what it reaches: bool [B, T].
+
+    What a reset forgets has weight zero in sums over tokens and columns, forward and backward, and
+    zero times NaN is NaN.
+    """
+    num_tokens = resets.shape[1]
+    finite = jnp.ones_like(resets)
+    for x in (tokens.k, tokens.v, tokens.log_decay, tokens.beta):  # q reaches its own token alone
+        finite &= jnp.isfinite(x).reshape(*resets.shape, -1).all(axis=2)
+    tokens = jax.tree.map(
+        lambda x: jnp.where(finite.reshape(*finite.shape, *(1,) * (x.ndim - 2)), x, 0), tokens
+    )
+    whole = jnp.isfinite(before).all(axis=(1, 2, 3))
+    before = jnp.where(whole.reshape(-1, 1, 1, 1), before, 0)
+    place = jnp.arange(1, num_tokens + 1, dtype=jnp.int32)
+    last_bad = jax.lax.cummax(jnp.where(finite, -1, place), axis=1)
+    last_bad = jnp.maximum(last_bad, jnp.where(whole, -1, 0)[:, None])
+    last_reset = jax.lax.cummax(jnp.where(resets, place, 0), axis=1)
+    return before, tokens, last_bad >= last_reset
 
 
 def _stateless(
@@ -154,7 +185,8 @@ def _run_chunk(
     key_reads, query_reads = window.read_past(spec, recurrent, None, None, tokens, pairs)
     update = window.solve_updates(spec, tokens, pairs, key_reads)
     output = window.evaluate(spec, pairs, update, query_reads)
-    recurrent = window.fold(spec, recurrent, None, records._replace(update=update))
+    forgotten = None if tokens.segment is None else tokens.segment[:, -1] > 0
+    recurrent = window.fold(spec, recurrent, forgotten, records._replace(update=update))
     return recurrent, output.astype(tokens.v.dtype)
 
 

@@ -80,8 +80,6 @@ def relate(spec: ReplaySpec, tokens: Tokens) -> Pairs:
     num_tokens = tokens.k.shape[1]
     order = jnp.arange(num_tokens)
     decay = jnp.exp(_sums(spec, order[:, None] >= order[None], tokens.log_decay))
-    if tokens.segment is not None:
-        decay = jnp.where((tokens.segment == 0)[:, :, None, None], decay, 0)
     pair_decay = jnp.exp(_segment_sums(spec, tokens.log_decay))
     solves = spec.rule == "delta" and num_tokens > 1
     return Pairs(
@@ -100,15 +98,14 @@ def make_records(
 ) -> Records:
     """Records from log-decays [B, J, H, D], keys and updates.
 
-    `segment` is None, or [B, J] int32 reset counts: what lies before the last reset is forgotten.
+    `segment` is None, or [B, J] int32 reset counts: records before the last reset are forgotten.
+    What lies before all of them is not: `fold` is told so by `empty`.
     """
     order = jnp.arange(log_decay.shape[1])
     total = jnp.exp(jnp.sum(log_decay, axis=1, keepdims=True))
     decay = jnp.exp(_sums(spec, order[:, None] < order[None], log_decay))
     if segment is not None:
-        last = segment[:, -1:]
-        total = jnp.where((last == 0)[:, :, None, None], total, 0)
-        decay = jnp.where((segment == last)[:, :, None, None], decay, 0)
+        decay = jnp.where((segment == segment[:, -1:])[:, :, None, None], decay, 0)
     return Records(total=total, decay=decay, key=key, update=update)
 
 
@@ -136,14 +133,21 @@ def read_past(
       Key reads (None under the additive rule, which needs none) and query reads, each
       [B, T, H, P], compute dtype.
     """
+
+    def remembered(reads: jax.Array) -> jax.Array:
+        # Not by a decay of zero: a state that has overflowed would stay.
+        if tokens.segment is None:
+            return reads
+        return jnp.where((tokens.segment == 0)[:, :, None, None], reads, 0)
+
     if spec.rule == "additive":
-        return None, _read(spec, checkpoint, empty, past, tokens.q, pairs.decay)
+        return None, remembered(_read(spec, checkpoint, empty, past, tokens.q, pairs.decay))
     columns = jnp.concatenate([tokens.k, tokens.q], axis=1)
     decay = jnp.concatenate([pairs.decay, pairs.decay], axis=1)
     key_reads, query_reads = jnp.split(
         _read(spec, checkpoint, empty, past, columns, decay), 2, axis=1
     )
-    return key_reads, query_reads
+    return remembered(key_reads), remembered(query_reads)
 
 
 def _read(
@@ -214,6 +218,10 @@ def solve_updates(
     if key_reads is None:
         return beta * value
     rhs = beta * (value - key_reads)
+    if tokens.segment is not None:
+        # The outputs show that a state has overflowed. Here zeros of the system would not stop it
+        # at a reset.
+        rhs = jnp.where(jnp.isfinite(key_reads), rhs, 0)
     if pairs.key_scores is None:
         return rhs
     system = jnp.moveaxis(pairs.key_scores * tokens.beta[:, :, None], 3, 1)

@@ -73,6 +73,30 @@ def test_gradients_equal_those_of_the_recurrence(family):
         assert_close(getattr(ours, name), getattr(theirs, name), 1e-5, name)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_past_that_is_not_finite_has_no_part_in_gradients(family):
+    """Behind a reset they are those of a finite past: zero for what was forgotten."""
+    spec = make_spec(family)
+    inputs = random_inputs(spec, 2, 12)
+    resets = jnp.arange(12)[None] == jnp.array([[5], [6]])
+    kept = jnp.arange(12) >= 6
+
+    def loss(inputs, initial):
+        state = rs.init_state(spec, 2, initial, layout="vk")
+        outputs, state = rs.prefill(spec, state, inputs, resets=resets, chunk_size=8)
+        outputs = jnp.where(kept[None, :, None, None], outputs, 0)
+        return randomly_weighted(outputs, rs.materialize(spec, state))
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    initial = jnp.ones(spec.state_shape(2))
+    expected = gradients(inputs, initial)
+    bad = jax.tree.map(lambda x: x.at[:, 2:4].set(jnp.nan), inputs)
+    found = gradients(bad, initial.at[0].set(jnp.inf))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not found[1].any() and not found[0].v[:, :5].any() and found[0].v[:, 6:].any()
+
+
 def test_extreme_gates_have_finite_gradients():
     spec = make_spec("kda")
     inputs = random_inputs(spec, 1, 40, gates=(0.0, -8.0, -200.0))

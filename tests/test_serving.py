@@ -512,6 +512,67 @@ def test_padding_and_packing_equal_the_unpadded_run(family):
         assert_close(found, expected_state[document], name=f"state of row {row}")
 
 
+@jit
+def prefill_packed(spec, state, inputs, resets):
+    return rs.prefill(spec, state, inputs, resets=resets, chunk_size=8)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("what", ["state", "k", "v", "g", "beta"])
+def test_resets_forget_what_is_not_finite(family, what, value):
+    """From the reset on, outputs and state are those of a finite past, bit for bit."""
+    spec = small_spec(family)
+    inputs = small_inputs(spec, 20)
+    state = busy_state(spec)
+    resets = np.zeros((ROWS, 20), bool)
+    resets[0, [0, 13]] = resets[1, 5] = resets[2, [0, 5, 17]] = True
+    places = {0: 12, 1: 2, 2: 6}  # of the bad tokens: before, within and behind their chunk's reset
+    if what == "state":
+        checkpoint = state.checkpoint.at[:, 0, 0, 0].set(value)
+        bad = dataclasses.replace(state, checkpoint=checkpoint), inputs
+        lost = (np.arange(20) < 5) & (np.arange(ROWS) == 1)[:, None]
+    else:
+        leaf = np.array(getattr(inputs, what))
+        for row, place in places.items():
+            leaf[row, place].flat[-1] = value
+        bad = state, dataclasses.replace(inputs, **{what: leaf})
+        segment = np.cumsum(resets, axis=1)
+        lost = np.zeros((ROWS, 20), bool)
+        for row, place in places.items():
+            lost[row, place:] = segment[row, place:] == segment[row, place]
+    expected, after = prefill_packed(spec, state, inputs, resets)
+    found, recovered = prefill_packed(spec, *bad, resets)
+    np.testing.assert_array_equal(np.asarray(found)[~lost], np.asarray(expected)[~lost])
+    assert np.isnan(np.asarray(found)[lost]).all()
+    chex.assert_trees_all_equal(recovered.checkpoint, after.checkpoint)
+
+
+def test_resets_forget_a_state_that_has_overflowed(family):
+    """Keys that are not normalised make the delta rule diverge, from finite inputs."""
+    spec = small_spec(family)
+    inputs = small_inputs(spec, 32)
+    before = np.arange(32)[None, :, None, None] < 18
+    huge = {"k": np.where(before, 1e5, 1) * inputs.k, "v": np.where(before, 1e34, 1) * inputs.v}
+    wild = dataclasses.replace(inputs, **jax.tree.map(np.float32, huge))
+    resets = np.broadcast_to(np.arange(32) == 18, (ROWS, 32))
+    outputs, state = prefill_packed(spec, rs.init_state(spec, ROWS), wild, resets)
+    assert not np.isfinite(outputs[:, 17]).any()
+    expected, expected_state = plain_decoding(spec, tokens(wild, 18, 32))
+    assert_close(outputs[:, 18:], expected)
+    assert_close(materialize(spec, state), expected_state, name="state")
+
+
+def test_a_loss_without_resets_stays_lost(family):
+    spec = small_spec(family)
+    inputs = jax.tree.map(np.array, small_inputs(spec, 20))
+    inputs.v[1, 9] = np.nan
+    state = rs.init_state(spec, ROWS, ragged=True)
+    outputs, state = prefill_packed(spec, state, inputs, np.zeros((ROWS, 20), bool))
+    assert np.isfinite(outputs[1, :9]).all() and np.isnan(outputs[1, 9:]).all()
+    assert np.isnan(state.checkpoint[1]).all()
+    assert all(np.isfinite(x).all() for x in pick((outputs, state.checkpoint), 0, 2))
+
+
 def test_a_second_prefill_continues(family):
     spec = small_spec(family)
     inputs = small_inputs(spec, 2 * PROMPT)

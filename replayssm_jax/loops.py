@@ -1,9 +1,9 @@
 """Decode loops that know where in a window they stand, so that no step needs a predicate.
 
-`scan_steps` and `while_loop` have the signatures of `jax.lax.scan` and `jax.lax.while_loop`. They
-run in windows: one step that flushes, then window - 1 steps that only read. The phase reaches the
-layers through the user's own model as static data of every `Pointer` in the carry. A flush
-drops pending drafts, those of idle rows too: commit before the loop.
+`scan_steps` and `while_loop` are called like `jax.lax.scan` (without `reverse` and `unroll`) and
+`jax.lax.while_loop`. They run in windows: one step that flushes, then window - 1 steps that only
+read. The phase reaches the layers through the user's own model as static data of every `Pointer` in
+the carry. A flush drops pending drafts, those of idle rows too: commit before the loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.spec import check_int
 from replayssm_jax.state import Phase, Pointer
 
 Carry = TypeVar("Carry")
@@ -30,6 +31,8 @@ def scan_steps(
 ) -> tuple[Carry, Any]:
     """`jax.lax.scan` over decode steps, without a flush predicate.
 
+    `reverse`, `unroll` and the other options of `jax.lax.scan` are not taken.
+
     Each call of `f` must advance each ReplayState in the carry by one `step`, and `insert` only
     rows that hold no more records than the window has taken steps (rows of a flushed state do). A
     row that outruns its window becomes NaN for good, outputs and state. The first step of each
@@ -41,23 +44,18 @@ def scan_steps(
       f: (carry, x) -> (carry, y), with at least one ReplayState somewhere in the carry.
       init: the first carry.
       xs: None, or a pytree of arrays with a leading axis to scan over.
-      length: number of steps; may be left out with `xs`.
+      length: number of steps, an int; may be left out with `xs`.
       window: steps between two flushes, at most the window of every spec in the carry.
 
     Returns:
       The last carry, and the ys stacked along a leading axis.
 
     Raises:
+      TypeError: a length or window that is no int known while tracing, xs without a leading axis.
       ValueError: no length, lengths that differ, no ReplayState in the carry, a window too large.
     """
-    _check_window(init, window)
-    sizes = [x.shape[0] for x in jax.tree.leaves(xs)]
-    num_steps = sizes[0] if length is None and sizes else length
-    if num_steps is None or any(size != num_steps for size in sizes):
-        raise ValueError(
-            "length and the leading axes of xs must give one number of steps, found "
-            f"length={length} and leading axes {sizes}"
-        )
+    window = _check_window(init, window)
+    num_steps = _num_steps(xs, length)
     num_windows, rest = divmod(num_steps, window)
 
     def run_window(carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
@@ -65,13 +63,15 @@ def scan_steps(
         carry, y = _in_phase(f, Phase(True, window))(carry, first)
         later = jax.tree.map(lambda x: x[1:], xs)
         carry, ys = jax.lax.scan(_in_phase(f, Phase(False, window)), carry, later, size - 1)
-        return carry, jax.tree.map(lambda y, ys: jnp.concatenate([y[None], ys]), y, ys)
+        return carry, jax.tree.map(
+            lambda y, ys: jnp.concatenate([jnp.expand_dims(y, 0), ys]), y, ys
+        )
 
     split = num_windows * window
     whole = jax.tree.map(lambda x: x[:split].reshape(num_windows, window, *x.shape[1:]), xs)
     tail = jax.tree.map(lambda x: x[split:], xs)
     parts = []
-    carry = init
+    carry = jax.tree.map(jnp.asarray, init)  # as scan does, also where no whole window runs
     if num_windows:
         carry, ys = jax.lax.scan(
             lambda carry, xs: run_window(carry, xs, window), carry, whole, num_windows
@@ -105,9 +105,10 @@ def while_loop(
       window: steps between two flushes, at most the window of every spec in the carry.
 
     Raises:
+      TypeError: a window that is no int.
       ValueError: no ReplayState in the carry, a window too large.
     """
-    _check_window(init_val, window)
+    window = _check_window(init_val, window)
 
     def step(carry: Carry, _: None) -> tuple[Carry, None]:
         return body_fun(carry), None
@@ -142,11 +143,26 @@ def _in_phase(
     return wrapped
 
 
-def _check_window(carry: Any, window: int) -> None:
-    if window < 1:
-        raise ValueError(f"window must be at least 1, found {window}")
+def _num_steps(xs: Any, length: int | None) -> int:
+    sizes = []
+    for x in jax.tree.leaves(xs):
+        if not getattr(x, "ndim", 0):
+            raise TypeError(f"xs must be arrays with a leading axis to scan over, found {x!r}")
+        sizes.append(x.shape[0])
+    steps = {*sizes} if length is None else {*sizes, check_int("length", length, 0)}
+    if len(steps) != 1:
+        raise ValueError(
+            "length and the leading axes of xs must give one number of steps, found "
+            f"length={length} and leading axes {sizes}"
+        )
+    return steps.pop()
+
+
+def _check_window(carry: Any, window: int) -> int:
+    window = check_int("window", window)
     pointers = [p for p in jax.tree.leaves(carry, is_leaf=_is_pointer) if _is_pointer(p)]
     if not pointers:
         raise ValueError("found no ReplayState in the carry; use the loops of jax.lax")
     if any(p.phase is not None for p in pointers):
         raise ValueError("a windowed loop cannot run inside the body of another")
+    return window

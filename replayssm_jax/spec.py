@@ -20,7 +20,23 @@ def round_up(n: Any, multiple: int) -> Any:
     return (n + multiple - 1) // multiple * multiple
 
 
+def check_int(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int of at least `least`.
+
+    Raises:
+      TypeError: no int, Python's or NumPy's: a bool, a float, an array, a traced value.
+      ValueError: less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an int, found {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, found {value}")
+    return int(value)
+
+
 def _float_dtype(name: str, dtype: Any) -> np.dtype:
+    if dtype is None:  # which NumPy takes for float64
+        raise TypeError(f"{name} must be a floating dtype, found None")
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating dtype, found {dtype.name}")
@@ -73,12 +89,7 @@ class ReplaySpec:
     def __post_init__(self) -> None:
         integers = ("num_heads", "num_groups", "value_dim", "key_dim", "window", "max_tokens")
         for name in integers:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"{name} must be an int, found {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, found {value}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
         if self.num_heads % self.num_groups:
             raise ValueError(
                 f"num_groups must divide num_heads, found num_groups={self.num_groups} "

@@ -691,28 +691,37 @@ def steps(s, state="scalar", **keywords):
 
 
 @pytest.mark.parametrize(
-    "call, match",
+    "call, exception, match",
     cases(
         [
             (
                 "scan without a state",
                 lambda s: rs.scan_steps(lambda c, x: (c, x), jnp.zeros(()), None, 3),
+                ValueError,
                 "found no ReplayState in the carry",
             ),
             (
                 "while without a state",
                 lambda s: rs.while_loop(lambda c: c < 3, lambda c: c + 1, 0),
+                ValueError,
                 "found no ReplayState in the carry",
             ),
-            ("scan window 0", lambda s: steps(s, window=0), "window must be at least 1, found 0"),
+            (
+                "scan window 0",
+                lambda s: steps(s, window=0),
+                ValueError,
+                "window must be at least 1, found 0",
+            ),
             (
                 "while window 0",
                 lambda s: rs.while_loop(lambda c: True, lambda c: c, s.scalar, window=0),
+                ValueError,
                 "window must be at least 1, found 0",
             ),
             (
                 "window above that of the spec",
                 lambda s: steps(s, window=6),
+                ValueError,
                 "a loop with window=6 .*window=5: pass window=5 to the loop",
             ),
             (
@@ -722,17 +731,55 @@ def steps(s, state="scalar", **keywords):
                     lambda c: rs.step(SPEC, c, s.one)[1],
                     s.scalar,
                 ),
+                ValueError,
                 "a loop with window=16 .*window=5: pass window=5 to the loop",
             ),
             (
                 "two lengths",
                 lambda s: steps(s, length=3),
+                ValueError,
                 "must give one number of steps, found .*3.*4",
             ),
             (
                 "no length",
                 lambda s: rs.scan_steps(lambda c, x: (c, None), s.scalar),
+                ValueError,
                 r"must give one number of steps, found .*\[\]",
+            ),
+            (
+                "a negative length",
+                lambda s: rs.scan_steps(lambda c, x: (c, None), s.scalar, length=-1),
+                ValueError,
+                "length must be at least 0, found -1",
+            ),
+            (
+                "a float length",
+                lambda s: rs.scan_steps(lambda c, x: (c, None), s.scalar, length=2.0),
+                TypeError,
+                "length must be an int, found 2.0",
+            ),
+            (
+                "a traced length",
+                lambda s: jax.jit(
+                    lambda n: rs.scan_steps(lambda c, x: (c, None), s.scalar, length=n)[0]
+                )(2),
+                TypeError,
+                "length must be an int, found .*Tracer",
+            ),
+            *(
+                (
+                    f"window {window}",
+                    lambda s, window=window: steps(s, window=window),
+                    TypeError,
+                    f"window must be an int, found {window}",
+                )
+                for window in (2.0, True, None)
+            ),
+            (
+                "a scalar to scan over",
+                lambda s: rs.scan_steps(step_once, s.scalar, 1.0, window=5),
+                TypeError,
+                "xs must be arrays with a leading axis to scan over, found 1.0",
             ),
             (
                 "a loop in a loop",
@@ -742,13 +789,14 @@ def steps(s, state="scalar", **keywords):
                     None,
                     2,
                 ),
+                ValueError,
                 "a windowed loop cannot run inside the body of another",
             ),
         ]
     ),
 )
-def test_loops(call, match):
-    refuses(call, ValueError, match, traced=True)
+def test_loops(call, exception, match):
+    refuses(call, exception, match, traced=True)
 
 
 # Facts that live in arrays: known ones raise, traced ones are total and checkify finds them

@@ -671,6 +671,25 @@ def test_a_state_of_a_larger_window_is_refused(family):
     assert_close(rs.materialize(small, few), expected, name="state")
 
 
+@pytest.mark.parametrize("length", [0, 3, WINDOW, 2 * WINDOW + 1])
+def test_python_scalars_in_a_windowed_loop(length):
+    """In the carry and among the outputs, as in lax.scan."""
+    spec = make_spec("mamba2", window=WINDOW)
+    one = draw(spec, 1, 1)
+
+    def body(carry, _):
+        count, state = carry
+        _, state = rs.step(spec, state, one)
+        return (count.astype(jnp.int32) + 1, state), (1.5, count, jax.random.key(3))
+
+    init = (0, rs.init_state(spec, 1))
+    (count, state), found = rs.scan_steps(body, init, length=length, window=WINDOW)
+    (_, expected_state), expected = jax.lax.scan(body, init, length=length)
+    chex.assert_trees_all_equal(found, expected)
+    assert count == length
+    assert_close(materialize(spec, state), materialize(spec, expected_state), name="state")
+
+
 # States from elsewhere
 
 

@@ -40,6 +40,11 @@ def scan_steps(
     `jax.lax.scan` within rounding. `f` is traced twice, and twice more when `window` does not
     divide the length.
 
+    Inside `f` the states of the carry know their place in the window, and states from outside do
+    not: their trees differ, so `jax.tree.map` and `lax.cond` cannot mix them. To start rows `done`
+    again, empty them with `reset(spec, state, done)`, or give them rows of an initial state with
+    `insert(spec, state, jnp.where(done, jnp.arange(B), -1), initial)`, which writes no other row.
+
     Args:
       f: (carry, x) -> (carry, y), with at least one ReplayState somewhere in the carry.
       init: the first carry.

@@ -23,6 +23,13 @@ class Phase(NamedTuple):
     flush: bool
     window: int
 
+    def __repr__(self) -> str:
+        """As JAX prints it where a body mixes a state of the loop with one from outside."""
+        return (
+            "'state of a windowed loop: give it rows of another state with rs.reset or rs.insert, "
+            "not with jax.tree.map or lax.cond'"
+        )
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

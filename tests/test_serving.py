@@ -657,6 +657,44 @@ def test_rows_inserted_in_a_windowed_loop(family):
     chex.assert_trees_all_equal(pick(fuller, 0, 2), pick(flushed, 0, 2))
 
 
+def test_rows_that_start_again_in_a_windowed_loop(family):
+    """From nothing, and from a given initial state; neighbours notice nothing."""
+    spec = small_spec(family)
+    inputs = small_inputs(spec, 14)
+    state = rs.init_state(spec, ROWS, ragged=True)
+    initial = rs.init_state(spec, ROWS, jnp.ones(spec.state_shape(ROWS)), layout="vk", ragged=True)
+
+    def body(spec, state, t, token, initial):
+        state = rs.reset(spec, state, (t == 3) & (jnp.arange(ROWS) == 0))
+        done = (t == 7) & (jnp.arange(ROWS) == 1)
+        state = rs.insert(spec, state, jnp.where(done, jnp.arange(ROWS), -1), initial)
+        output, state = rs.step(spec, state, token)
+        return state, output[:, 0]
+
+    state, outputs = windowed_loop(body, 14)(spec, state, inputs, initial)
+    outputs, states = np.moveaxis(np.asarray(outputs), 0, 1), materialize(spec, state)
+    for row, begin, start in ((0, 3, None), (1, 7, np.ones(spec.state_shape(1))), (2, 0, None)):
+        expected = plain_decoding(spec, tokens(pick(inputs, row), begin, 14), start)
+        assert_close(outputs[row : row + 1, begin:], expected[0], name=f"row {row}")
+        assert_close(states[row : row + 1], expected[1], name=f"state of row {row}")
+
+
+@pytest.mark.parametrize("how", ["where", "cond"])
+def test_mixing_states_in_a_windowed_loop_names_the_remedy(how):
+    spec = small_spec("mamba2")
+    initial = rs.init_state(spec, ROWS, ragged=True)
+
+    def body(spec, state, t, token):
+        if how == "where":
+            state = jax.tree.map(lambda a, b: jnp.where(t == 3, a, b), initial, state)
+        else:
+            state = jax.lax.cond(t == 3, lambda: initial, lambda: state)
+        return state, t
+
+    with pytest.raises((TypeError, ValueError), match=r"rs\.reset or rs\.insert"):
+        windowed_loop(body, 6)(spec, initial, small_inputs(spec, 6))
+
+
 def test_a_state_of_a_larger_window_is_refused(family):
     """Windows that share a capacity share all shapes; records beyond the smaller would be lost."""
     large, small = make_spec(family, window=8), make_spec(family, window=3)

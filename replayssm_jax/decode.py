@@ -142,6 +142,8 @@ def flush(
 ) -> ReplayState:
     """Fold the committed records into the checkpoint now; pending drafts are dropped.
 
+    Not differentiable, as `step`: `materialize` and `prefill` are.
+
     Args:
       spec: the layer.
       state: B rows.
@@ -168,7 +170,11 @@ def check_lengths(
     require_ragged(state, "lengths")
     lengths = check_rows("lengths", lengths, state.checkpoint.shape[0], jnp.integer)
     known = concrete(lengths)
-    if known is not None and ((known < 0) | (known > num_tokens)).any():
+    if known is None:
+        checkify.debug_check(
+            jnp.all((lengths >= 0) & (lengths <= num_tokens)), "lengths must lie in [0, T]"
+        )
+    elif ((known < 0) | (known > num_tokens)).any():
         raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
     return jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
 
@@ -238,7 +244,7 @@ def _not_differentiable(x: Any) -> Any:
 
 @_not_differentiable.defjvp
 def _refuse_to_differentiate(primals: Any, tangents: Any) -> Any:
-    raise TypeError("verify and step are not differentiable; train through prefill")
+    raise TypeError("verify, step and flush are not differentiable; train through prefill")
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -348,6 +354,7 @@ def _flush(
     where: jax.Array | None,
     implementation: dispatch.Implementation,
 ) -> ReplayState:
+    state = _not_differentiable(state)
     if implementation == "xla":
         return flush_all(spec, state) if where is None else flush_rows(spec, state, where)
     from replayssm_jax import kernels

@@ -405,6 +405,10 @@ def _insert(
     checkify.debug_check(
         jnp.all((slots >= -1) & (slots < batch_size)), "insert: slots out of range"
     )
+    first = jnp.argmax(slots[:, None] == slots[None], axis=1)
+    checkify.debug_check(
+        jnp.all((slots < 0) | (first == jnp.arange(num_rows))), "insert: a slot is named twice"
+    )
     # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
     slots = jnp.where((slots >= 0) & (slots < batch_size), slots, batch_size)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), other.pointer)

@@ -675,6 +675,14 @@ def test_decoding_is_not_differentiable():
 
         with pytest.raises(TypeError, match="not differentiable; train through prefill"):
             jax.grad(loss)(s.one.v)
+    for where in (None, bools(1, 0, 0)):
+
+        def folded(checkpoint, where=where):
+            state = dataclasses.replace(s.ragged, checkpoint=checkpoint)
+            return rs.flush(SPEC, state, where).checkpoint.sum()
+
+        with pytest.raises(TypeError, match="not differentiable; train through prefill"):
+            jax.grad(folded)(s.ragged.checkpoint)
 
 
 # Loops
@@ -981,6 +989,17 @@ GATE_CALLS = {
                 ints([-1, 2, 0]),
                 [ints([-1, 3, 0]), ints([-2, 2, 0])],
                 "slots out of",
+            ),
+            ("slots twice", INSERT, ints([-1, -1, 0]), [ints([2, 0, 2])], "named twice"),
+            *(
+                (
+                    f"lengths of {name}",
+                    ARGUMENTS[f"lengths of {name}"],
+                    ints([0, 3, 1]),
+                    [ints([0, 5, 1]), ints([0, 3, -1])],
+                    r"lengths must lie in \[0, T\]",
+                )
+                for name in ("verify", "prefill")
             ),
             ("rows", TAKE, ints([-1, 2, 0]), [ints([-1, 3, 0]), ints([-2, 2, 0])], "rows out of"),
             (

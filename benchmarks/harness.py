@@ -200,8 +200,11 @@ def progress(console: Console) -> Progress:
 
 def table(title: str, rows: Sequence[Row]) -> Table:
     """Show rows, with half the distance of the quartiles as spread."""
+    cases = {one.case for one in rows}
+    if len(cases) == 1:
+        title = f"{title}: {cases.pop()}"
     shown = Table(title=title, title_justify="left")
-    for name in ("case", "family", "implementation"):
+    for name in (*(["case"] if cases else []), "family", "implementation"):
         shown.add_column(name)
     for name in ("batch", "us", "baseline us", "speedup", "rel. error"):
         shown.add_column(name, justify="right")
@@ -211,7 +214,7 @@ def table(title: str, rows: Sequence[Row]) -> Table:
 
     for one in rows:
         shown.add_row(
-            one.case,
+            *([one.case] if cases else []),
             one.family,
             one.implementation,
             str(one.batch),

@@ -51,8 +51,8 @@ def prefill(
         all heads of its row NaN.
       chunk_size: tokens that are folded at once; the result does not depend on it beyond rounding.
 
-    With ragged pointers a row without a real token is left untouched; with a scalar pointer all
-    rows move together.
+    With ragged pointers a row without a real token is left untouched, drafts included; with a
+    scalar pointer all rows fold and drop their drafts, also where T = 0.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state.
@@ -83,9 +83,7 @@ def prefill(
     if lengths is not None:
         valid = leading(lengths, num_tokens)
     check_gates(inputs.g, valid)
-    if num_tokens == 0:
-        return jnp.zeros_like(inputs.v), state
-    return _prefill(spec, state, inputs, valid, resets, min(chunk_size, num_tokens))
+    return _prefill(spec, state, inputs, valid, resets, min(chunk_size, max(num_tokens, 1)))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "chunk_size"))
@@ -101,6 +99,9 @@ def _prefill(
     pointer = state.pointer
     committed = committed_records(spec, state.buffer, pointer.start, pointer.length)
     before = window.fold(spec, state.checkpoint, pointer.fresh, committed)
+    if num_tokens == 0:
+        folded = dataclasses.replace(state, checkpoint=before, pointer=emptied(spec, pointer))
+        return jnp.zeros_like(inputs.v), state if pointer.is_ragged else folded
     num_chunks, block_size = _blocks(spec, batch_size, num_tokens, chunk_size)
     padding = num_chunks * chunk_size - num_tokens
     tokens = as_tokens(spec, inputs, valid)

@@ -311,6 +311,17 @@ def test_no_tokens_is_a_prefill():
     jax.tree.map(np.testing.assert_array_equal, state, s.ragged)
 
 
+def test_no_tokens_fold_rows_that_move_together():
+    """What the drafts of a scalar pointer are to any other prefill: dropped."""
+    s = Setting(setting())
+    state = rs.commit(SPEC, s.scalar, 1)
+    _, state = rs.verify(SPEC, state, s.one)
+    output, after = rs.prefill(SPEC, state, jax.tree.map(lambda a: a[:, :0], s.one))
+    assert output.shape == (ROWS, 0, 4, 12)
+    assert (after.pointer.length, after.pointer.pending) == (0, 0)
+    np.testing.assert_array_equal(after.checkpoint, rs.materialize(SPEC, state))
+
+
 @pytest.mark.parametrize("lower_bound", [0.0, 5.0])
 def test_the_lower_bound_of_kda(lower_bound):
     x = jnp.ones((1, 1, 2, 4))

@@ -49,6 +49,7 @@ from pallas_kernels.problem import (
     Problem,
     blocks,
     programs_per_row,
+    term_pairs,
 )
 from pallas_kernels.program import F32, Program
 from pallas_kernels.scratch import Scratch, scratch_types
@@ -437,8 +438,11 @@ class Step(Program):
                 total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
                 total = broadcast(total, shape, (0,), ACC)
             state = jnp.where(self.fresh, 0.0, state * total)
-            for first in blocks(p.padded_window):
-                state = self.add_products(state, first)
+            if self.mode.wgmma:
+                state = pl.run_state(self.accumulate)(plgpu.ACC.init(state))
+            else:
+                for first in blocks(p.padded_window):
+                    state = self.add_products(state, first)
             store(sm.state.at[slot], state, optimized=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
@@ -454,7 +458,7 @@ class Step(Program):
         plgpu.commit_smem()  # the terms may lie where the keys lay
         for first, rest in masked.items():
             here = pl.ds(first, BLOCK)
-            if p.key_terms == 1:
+            if sm.fold_key is None:
                 store(sm.key.at[here], rest)
                 continue
             rest = rest.astype(F32)
@@ -496,19 +500,28 @@ class Step(Program):
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
+    def accumulate(self, acc: Any) -> None:
+        """Add the product of the window's records and keys to an accumulator (Hopper)."""
+        p, sm = self.p, self.sm
+        for first in blocks(p.padded_window):
+            here = pl.ds(first, BLOCK)
+            for a, b in term_pairs(p.key_terms):
+                records = sm.fold_record.at[a, here].transpose((1, 0))
+                plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
+        plgpu.wgmma_wait(0)
+
     def add_products(self, state: jax.Array, first: int) -> jax.Array:
         """State tile plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
-        for b in range(p.key_terms):
-            ref = sm.key.at[here] if p.key_terms == 1 else sm.fold_key.at[b, here]
-            keys = load(ref, operand_rows() if self.mode.interpret else RHS)
-            for a in range(3 - b):  # the smallest products are below fp32 rounding
-                records = sm.fold_record.at[a, here]
-                if self.mode.interpret:  # it has no warp-level products
-                    product = load(records, operand_rows()).astype(F32).T @ keys.astype(F32)
-                    state = state + product
-                else:
-                    state = plgpu.mma(state, load(records.transpose((1, 0)), LHS), keys)
+        for a, b in term_pairs(p.key_terms):
+            records = sm.fold_record.at[a, here]
+            keys = sm.key.at[here] if sm.fold_key is None else sm.fold_key.at[b, here]
+            if self.mode.interpret:  # it has no warp-level products
+                records, keys = (load(x, operand_rows()).astype(F32) for x in (records, keys))
+                state = state + records.T @ keys
+            else:
+                records, keys = load(records.transpose((1, 0)), LHS), load(keys, RHS)
+                state = plgpu.mma(state, records, keys)
         return state
 
     def append(self, folded: bool) -> None:

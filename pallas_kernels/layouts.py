@@ -42,7 +42,7 @@ def record_rows(key_dim: int) -> Any:
 
 
 def operand_rows() -> Any:
-    """[16, 16 n] records that become operands of a tensor-core product."""
+    """[16, 16 n] operands of a tensor-core product; fits their 32-byte swizzle."""
     return _layout(((16, 16), (4, 16), (2,)), (-5,), (-3, -2))
 
 
@@ -72,10 +72,11 @@ def spread(*shape: int, vector: int = 4) -> Any:
     return _layout(tiles, tuple(warps), tuple(lanes))
 
 
-def swizzled(dtype: Any, key_dim: int) -> tuple[Any, Any]:
-    """Transforms of a shared-memory tile whose rows are `key_dim` wide."""
+def swizzled(dtype: Any, width: int, swizzle: int | None = None) -> tuple[Any, Any]:
+    """Transforms of a shared-memory tile whose rows are `width` wide."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if key_dim * itemsize % s == 0)
+    if swizzle is None:
+        swizzle = next(s for s in (128, 64, 32) if width * itemsize % s == 0)
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     return tiling((8, swizzle // itemsize)), swizzling(swizzle)

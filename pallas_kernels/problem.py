@@ -136,12 +136,14 @@ class Mode:
       fold: rows whose tokens would not fit in the window fold; else every row must fit.
       append: the new tokens are recorded.
       masked: rows may have fewer than T new tokens; without tokens, rows may stay as they are.
+      wgmma: fold with the warpgroup-level tensor-core products that only Hopper has.
       interpret: build what the interpreter on CPU can run.
     """
 
     fold: bool = True
     append: bool = True
     masked: bool = True
+    wgmma: bool = True
     interpret: bool = False
 
 
@@ -153,3 +155,11 @@ def blocks(length: int) -> range:
 def programs_per_row(problem: Problem, config: Config) -> int:
     """Programs that share a batch row."""
     return problem.num_heads * problem.value_dim // config.num_rows
+
+
+def term_pairs(key_terms: int) -> list[tuple[int, int]]:
+    """Products of bf16 terms (of records, of keys) that an fp32-accurate product needs.
+
+    The others are below fp32 rounding.
+    """
+    return [(a, b) for b in range(key_terms) for a in range(3 - b)]

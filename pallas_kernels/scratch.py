@@ -36,8 +36,8 @@ class Scratch(NamedTuple):
     update: Any  # u of the new tokens
     output: Any
     fold_record: Any  # bf16 terms of `scaled`, one tile
-    fold_key: Any  # bf16 terms of the keys, unless they are bf16 themselves
-    shared: Any  # None, or (gate, key) and fold_key in one place: fold_key is made of them
+    fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
+    shared: Any  # None, or gate and key in one place with fold_key, which is made of them
     state_bar: Any
     new_bar: Any
     window_bar: Any
@@ -46,8 +46,9 @@ class Scratch(NamedTuple):
         """The same with the parts of `shared` as fields of their own."""
         if self.shared is None:
             return self
-        (gate, key), fold_key = self.shared
-        return self._replace(gate=gate, key=key, fold_key=fold_key)
+        window, fold_key = self.shared
+        *gate, key = window
+        return self._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
 
 
 def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
@@ -61,16 +62,17 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     channel = p.channel
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
-    fold_key = sm((3, window, n), bf16) if mode.fold and p.key_terms > 1 else None
-    shared = None
-    if gate is not None and fold_key is not None:
-        shared = plgpu.RefUnion((gate, key), fold_key)
-        gate = key = fold_key = None
+    # The swizzle under which a tensor-core product takes operands from shared memory.
+    operand: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
+    fold_key = shared = None
+    if mode.fold and (mode.wgmma or p.key_terms > 1):
+        fold_key = sm((p.key_terms, window, n), bf16, transforms=operand)
+        shared = plgpu.RefUnion((gate, key) if channel else (key,), fold_key)
     return Scratch(
         state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
-        key=key,
+        key=None if shared else key,
         record=sm((window, *rows), p.record_dtype),
-        gate=gate,
+        gate=None if shared else gate,
         q=sm((tokens, n), p.key_dtype),
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
@@ -85,8 +87,8 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         read=sm((columns, *rows), F32),
         update=sm((tokens, *rows), F32) if p.delta else None,
         output=sm((tokens, *rows), p.value_dtype),
-        fold_record=sm((3, window, TILE), bf16) if mode.fold else None,
-        fold_key=fold_key,
+        fold_record=sm((3, window, TILE), bf16, transforms=operand) if mode.fold else None,
+        fold_key=None,
         shared=shared,
         state_bar=plgpu.Barrier(num_barriers=c.stages),
         new_bar=plgpu.Barrier(num_arrivals=p.token_copies),

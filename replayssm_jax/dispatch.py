@@ -22,8 +22,9 @@ NAMES = ("xla", "mosaic_gpu", "triton")
 # Kernels update arrays in place through Refs, which older versions cannot do under jit.
 OLDEST_JAX_FOR_KERNELS = (0, 11, 2)
 
-# Hopper and Blackwell, by parts of their device kinds.
-_GPUS = ("H100", "H200", "H800", "H20", "B100", "B200", "B300")
+# By parts of their device kinds.
+_HOPPER = ("H100", "H200", "H800", "H20")
+_BLACKWELL = ("B100", "B200", "B300")
 
 _interpreting = contextvars.ContextVar("interpreting", default=False)
 
@@ -80,11 +81,17 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
         kind = _target()
         if kind is None:
             return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-        if not any(name in kind for name in _GPUS):
+        if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
             return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
     from replayssm_jax import kernels
 
     return kernels.why_not(spec, num_tokens)
+
+
+def target_is_hopper() -> bool:
+    """Whether what is compiled for is a Hopper GPU."""
+    kind = _target() or ""
+    return any(name in kind for name in _HOPPER)
 
 
 def _target() -> str | None:

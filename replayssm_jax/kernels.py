@@ -18,6 +18,7 @@ from pallas_kernels import conventional, fused_step
 from pallas_kernels.configs import why_not as why_no_kernel
 from pallas_kernels.fused_step import Ring, Rows
 from pallas_kernels.problem import Mode, Problem
+from replayssm_jax import dispatch
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer, Pointer
@@ -28,6 +29,11 @@ def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     if spec.state_dtype != jnp.float32:
         return f"the checkpoint must be float32, found {spec.state_dtype.name}"
     return why_no_kernel(_problem(spec, 1, num_tokens), Mode())
+
+
+def _mode(interpret: bool, **kwargs: bool) -> Mode:
+    wgmma = not interpret and dispatch.target_is_hopper()
+    return Mode(interpret=interpret, wgmma=wgmma, **kwargs)
 
 
 def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
@@ -72,7 +78,7 @@ def step(
       Outputs [B, T, H, P], the checkpoint and the ring.
     """
     batch_size, num_tokens = inputs.v.shape[:2]
-    mode = Mode(masked=num_new is not None, interpret=interpret)
+    mode = _mode(interpret, masked=num_new is not None)
     rows = _rows(pointer, batch_size, num_tokens if num_new is None else num_new)
     tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
     output, checkpoint, ring = _in_place(spec, mode)(rows, checkpoint, _ring(buffer), tokens)
@@ -89,7 +95,7 @@ def fold(
     interpret: bool,
 ) -> jax.Array:
     """The checkpoint with the records of the rows `where` (bool, [B] or scalar) folded."""
-    mode = Mode(masked=True, append=False, interpret=interpret)
+    mode = _mode(interpret, masked=True, append=False)
     rows = _rows(pointer, checkpoint.shape[0], where)
     _, checkpoint, _ = _in_place(spec, mode)(rows, checkpoint, _ring(buffer), ())
     return checkpoint

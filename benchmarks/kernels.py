@@ -1,0 +1,350 @@
+"""Time of one layer's decode step: replay against conventional decoding, in the same run.
+
+    python benchmarks/kernels.py --layer mamba2 kda --batch 1 256
+    python benchmarks/kernels.py --layer mamba2 --batch 256 --fills
+
+A loop of several layers runs whole windows, flushes included, under one jit with donated states;
+everything that a step needs is inside. The baseline is the fastest conventional step of those that
+run here. A case is reported only if states and outputs agree with the recurrence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import layers
+import numpy as np
+from rich.console import Console
+
+import replayssm_jax as rs
+from replayssm_jax import dispatch
+
+WINDOWS_TIMED = 4
+# Of states against the recurrence in float32, and of bf16 outputs.
+STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
+
+
+def random_tokens(spec: rs.ReplaySpec, batch: int, tokens: int, seed: int) -> rs.TokenInputs:
+    """Inputs as a layer makes them, on the device: unit keys, decays from 1 down to none."""
+    q, k, v, g, beta = jax.random.split(jax.random.key(seed), 5)
+    lead = (batch, tokens)
+    keys = jax.random.normal(k, (*lead, spec.num_groups, spec.key_dim))
+    keys = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
+    heads = (*lead, spec.num_heads)
+    gates = heads if spec.decay == "scalar" else (*heads, spec.key_dim)
+    return rs.TokenInputs(
+        q=(jax.random.normal(q, keys.shape) * spec.key_dim**-0.5).astype(spec.key_dtype),
+        k=keys.astype(spec.key_dtype),
+        v=jax.random.normal(v, (*heads, spec.value_dim)).astype(spec.value_dtype),
+        g=-jnp.exp(2 * jax.random.normal(g, gates) - 2),
+        beta=jax.nn.sigmoid(jax.random.normal(beta, heads)),
+    )
+
+
+def replay_step(spec: rs.ReplaySpec, implementation: str, tokens: int) -> Callable[..., Any]:
+    def step(state: rs.ReplayState, inputs: rs.TokenInputs) -> tuple[jax.Array, rs.ReplayState]:
+        output, state = rs.verify(spec, state, inputs, implementation=implementation)
+        return output, rs.commit(spec, state, tokens)
+
+    return step
+
+
+def conventional_step(spec: rs.ReplaySpec, implementation: str, tokens: int) -> Callable[..., Any]:
+    def step(state: jax.Array, inputs: rs.TokenInputs) -> tuple[jax.Array, jax.Array]:
+        outputs = []
+        for t in range(tokens):
+            one = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
+            output, state = rs.recurrent_step(spec, state, one, implementation=implementation)
+            outputs.append(output)
+        return jnp.concatenate(outputs, axis=1), state
+
+    return step
+
+
+def loop(
+    step: Callable[..., Any], steps: int, after: Callable[[Any], Any] = lambda state: state
+) -> Callable[..., Any]:
+    """A compiled loop over steps of all layers, with donated states."""
+
+    def run(states: Any, inputs: Any) -> tuple[Any, Any]:
+        def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+            states, _ = carry
+            pairs = [step(state, token) for state, token in zip(states, inputs, strict=True)]
+            return ([after(state) for _, state in pairs], pairs[-1][0]), None
+
+        shape = jax.eval_shape(step, states[0], inputs[0])[0]
+        carry = (states, jnp.zeros(shape.shape, shape.dtype))
+        return jax.lax.scan(body, carry, None, length=steps)[0]
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def contender(run: Callable[..., Any], states: Any, inputs: Any, calls: int) -> harness.Contender:
+    """Runs go on from where the last one ended."""
+    box = [states]
+
+    def once(states: Any) -> Any:
+        box[0], output = run(states, inputs)
+        return output
+
+    return harness.Contender(once, prepare=lambda: box[0], calls=calls)
+
+
+def check(spec: rs.ReplaySpec, batch: int, implementation: str, tokens: int) -> float:
+    """Relative error of the state after two windows and a bit, or raise `WrongResult`.
+
+    The first and the last row are compared, with float32 outputs' rounding left to bf16.
+    """
+    turns = (2 * spec.window + 3) // tokens + 1
+    inputs = random_tokens(spec, batch, turns * tokens, seed=7)
+    step = replay_step(spec, implementation, tokens)
+
+    @jax.jit
+    def run(state: rs.ReplayState) -> tuple[rs.ReplayState, jax.Array]:
+        def body(state: rs.ReplayState, turn: jax.Array) -> tuple[rs.ReplayState, jax.Array]:
+            part = jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, turn * tokens, tokens, 1), inputs
+            )
+            output, state = step(state, part)
+            return state, output[ends]
+
+        return jax.lax.scan(body, state, jnp.arange(turns))
+
+    ends = np.array([0, batch - 1])
+    state, outputs = run(rs.init_state(spec, batch, ragged=True))
+    outputs = jnp.moveaxis(outputs, 0, 1).reshape(2, -1, spec.num_heads, spec.value_dim)
+    rows = jax.tree.map(lambda x: x[ends], inputs)
+    initial = jnp.zeros(spec.state_shape(2))
+    expected, expected_state = jax.jit(rs.recurrent_scan, static_argnums=0)(spec, initial, rows)
+    ends_only = jax.tree.map(lambda x: x[ends], state)
+    found = rs.materialize(spec, ends_only)
+    harness.check(f"{implementation} outputs", outputs, expected, limit=OUTPUT_LIMIT)
+    return harness.check(f"{implementation} state", found, expected_state, limit=STATE_LIMIT)
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a sum over two gigabytes reads; 0 where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return 0.0
+    x = jnp.ones((2**29,), jnp.float32)
+    total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 4096), axis=1))
+    timed = harness.time_in_turns(
+        {"sum": harness.Contender(lambda x: total(x), prepare=lambda: x)}, repeats=9
+    )
+    return x.nbytes / timed["sum"].us * 1e6
+
+
+def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
+    """Least bytes that a step reads: the state, half a window of records, the new tokens."""
+    key = jnp.dtype(spec.key_dtype).itemsize
+    value = jnp.dtype(spec.value_dtype).itemsize
+    rows = spec.num_heads * spec.value_dim
+    decay = 4 * spec.num_heads * spec.decay_dim
+    record = spec.num_groups * spec.key_dim * key + decay
+    record += rows * 4 if spec.rule == "delta" else rows * value + 4 * spec.num_heads
+    new = 2 * spec.num_groups * spec.key_dim * key + rows * value + decay + 4 * spec.num_heads
+    state = 4 * rows * spec.key_dim
+    return batch * (state + (spec.window - 1) * record // 2 + tokens * new)
+
+
+def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: Any) -> dict:
+    family = "mamba2" if layer.startswith("mamba2") else layer
+    return dict(family=family, batch=batch, tokens=tokens, read_dtype=spec.read_dtype, **kwargs)
+
+
+def measure(
+    layer: str, batch: int, tokens: int, args: argparse.Namespace, tick: Callable[[], None]
+) -> Iterator[harness.Row]:
+    """Rows of a case: each replay implementation against the fastest conventional step."""
+    window = args.window or (32 if tokens > 4 else 16)
+    spec = layers.make_spec(layer, window=window, max_tokens=tokens)
+    count = args.layers or (4 if batch >= 64 else 24)
+    steps = WINDOWS_TIMED * window // tokens
+    inputs = [random_tokens(spec, batch, tokens, seed) for seed in range(count)]
+    errors = {name: check(spec, batch, name, tokens) for name in args.implementation}
+
+    def states(staggered: bool) -> list[rs.ReplayState]:
+        every = [rs.init_state(spec, batch, ragged=True) for _ in range(count)]
+        if not staggered:
+            return every
+        fill = jnp.arange(batch, dtype=jnp.int32) % (window + 1)
+        return [
+            dataclasses.replace(s, pointer=dataclasses.replace(s.pointer, length=fill + 0))
+            for s in every
+        ]
+
+    contenders = {}
+    for name in args.implementation:
+        for how in ("uniform", "staggered") if args.staggered else ("uniform",):
+            run = loop(replay_step(spec, name, tokens), steps)
+            contenders[name, how] = contender(
+                run, states(how == "staggered"), inputs, count * steps
+            )
+    for name in args.implementation:
+        run = loop(conventional_step(spec, name, tokens), steps)
+        zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
+        contenders["conventional", name] = contender(run, zeros, inputs, count * steps)
+    for one in contenders.values():
+        one.once()
+    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
+    baselines = {key: t for key, t in timings.items() if key[0] == "conventional"}
+    fastest = min(baselines, key=lambda key: baselines[key].us)
+    for key, timing in timings.items():
+        if key in baselines:
+            continue
+        name, how = key
+        bandwidth = args.bandwidth and bytes_read(spec, batch, tokens) / timing.us * 1e6
+        yield harness.row(
+            timing,
+            baselines[fastest],
+            case=layers.describe(layer) + ("" if how == "uniform" else ", staggered"),
+            implementation=name,
+            fraction_of_read_bandwidth=bandwidth / args.bandwidth if args.bandwidth else None,
+            rel_err=errors[name],
+            extra={
+                "window": window,
+                "layers": count,
+                "baseline": fastest[1],
+                "conventional_us": {name: t.us for (_, name), t in baselines.items()},
+            },
+            **facts(layer, spec, batch, tokens),
+        )
+
+
+def measure_fills(
+    layer: str, batch: int, args: argparse.Namespace, tick: Callable[[], None]
+) -> Iterator[harness.Row]:
+    """Rows of single steps: at each fill of the window (the last one flushes), and staggered."""
+    window = args.window or 16
+    spec = layers.make_spec(layer, window=window)
+    count = args.layers or 4
+    name = args.implementation[0]
+    inputs = [random_tokens(spec, batch, 1, seed) for seed in range(count)]
+    error = check(spec, batch, name, 1)
+    every = jnp.arange(batch, dtype=jnp.int32)
+    fills = {f"fill {j}": jnp.full((batch,), j, jnp.int32) for j in range(window + 1)}
+    fills["staggered"] = every % window + 1
+
+    def run(states: Any, inputs: Any) -> Any:
+        # The pointer stays where it is, so that every step of the loop is the same one.
+        pointers = [state.pointer for state in states]
+        step = replay_step(spec, name, 1)
+
+        def body(states: Any, _: None) -> tuple[Any, jax.Array]:
+            pairs = [step(state, token) for state, token in zip(states, inputs, strict=True)]
+            kept = [
+                dataclasses.replace(state, pointer=pointer)
+                for (_, state), pointer in zip(pairs, pointers, strict=True)
+            ]
+            return kept, pairs[-1][0][0, 0, 0, 0]
+
+        return jax.lax.scan(body, states, None, length=2 * window)
+
+    compiled = jax.jit(run, donate_argnums=0)
+    box = [[rs.init_state(spec, batch, ragged=True) for _ in range(count)]]
+
+    def one_fill(fill: jax.Array) -> harness.Contender:
+        def prepare() -> Any:
+            return [
+                dataclasses.replace(s, pointer=dataclasses.replace(s.pointer, length=fill + 0))
+                for s in box[0]
+            ]
+
+        def once(states: Any) -> Any:
+            box[0], outputs = compiled(states, inputs)
+            return outputs
+
+        return harness.Contender(once, prepare=prepare, calls=2 * window * count)
+
+    contenders: dict[Any, harness.Contender] = {k: one_fill(v) for k, v in fills.items()}
+    conventional = loop(conventional_step(spec, name, 1), 2 * window)
+    zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
+    contenders["conventional"] = contender(conventional, zeros, inputs, 2 * window * count)
+    for one in contenders.values():
+        one.once()
+    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
+    for key in fills:
+        yield harness.row(
+            timings[key],
+            timings["conventional"],
+            case=f"{layers.describe(layer)}, {key}",
+            implementation=name,
+            fraction_of_read_bandwidth=None,
+            rel_err=error,
+            extra={"window": window, "layers": count, "fill": key},
+            **facts(layer, spec, batch, 1),
+        )
+
+
+def runnable(implementation: str, layer: str) -> bool:
+    try:
+        dispatch.resolve(implementation, layers.make_spec(layer), 1)
+    except ValueError:
+        return False
+    return True
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--layer", choices=layers.LAYERS, nargs="+", default=list(layers.LAYERS))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="tokens of a step")
+    parser.add_argument("--window", type=int, help="default: 16, or 32 for more than 4 tokens")
+    parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
+    parser.add_argument(
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        nargs="+",
+        help="default: those that run here",
+    )
+    parser.add_argument("--staggered", action="store_true", help="also rows at spread fills")
+    parser.add_argument("--fills", action="store_true", help="time single steps of a window")
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
+    parser.add_argument("--name", default="kernels", help="of the JSON file")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
+    args = parser.parse_args(argv)
+    if args.repeats < 2:
+        parser.error("--repeats must be at least 2, or there is no spread")
+    args.implementation = args.implementation or [
+        name for name in ("mosaic_gpu", "xla") if runnable(name, args.layer[0])
+    ]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    args.bandwidth = read_bandwidth()
+    console = Console()
+    rows: list[harness.Row] = []
+    refused = False
+    tokens = [1] if args.fills else args.tokens
+    cases = [(layer, batch, t) for layer in args.layer for batch in args.batch for t in tokens]
+    with harness.progress(console) as bar:
+        task = bar.add_task("", total=len(cases))
+        for layer, batch, count in cases:
+            name = f"{layer}, batch {batch}, {count} tokens"
+            bar.update(task, description=name)
+            try:
+                if args.fills:
+                    rows += measure_fills(layer, batch, args, lambda: None)
+                else:
+                    rows += measure(layer, batch, count, args, lambda: None)
+            except harness.WrongResult as error:
+                refused = True
+                console.print(f"[bold red]{name}: not reported[/]: {error}")
+            bar.advance(task)
+    console.print(harness.table("microseconds of one step of all rows, one layer", rows))
+    options = {key: value for key, value in vars(args).items() if key != "out"}
+    console.print(f"written to {harness.save(args.name, rows, options, args.out)}")
+    return int(refused)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

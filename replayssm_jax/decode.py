@@ -24,7 +24,7 @@ from replayssm_jax.state import (
     InputBuffer,
     Pointer,
     ReplayState,
-    check_rows,
+    check_array,
     check_state,
     committed_records,
     concrete,
@@ -121,7 +121,7 @@ def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> R
     accepted = jnp.asarray(accepted)
     if accepted.ndim:
         require_ragged(state, "accepted of shape [B]")
-        accepted = check_rows("accepted", accepted, batch_size, jnp.integer)
+        accepted = check_array("accepted", accepted, (batch_size,), jnp.integer)
     elif not jnp.issubdtype(accepted.dtype, jnp.integer):
         raise TypeError(f"accepted must be an integer, found {accepted.dtype.name}")
     known, pending = concrete(accepted), concrete(state.pointer.pending)
@@ -157,7 +157,7 @@ def flush(
     chosen = dispatch.resolve(implementation, spec, 0)
     if where is not None:
         require_ragged(state, "where")
-        where = check_rows("where", where, batch_size, jnp.bool)
+        where = check_array("where", where, (batch_size,), jnp.bool)
     return _flush(spec, state, where, chosen)
 
 
@@ -168,7 +168,7 @@ def check_lengths(
     if lengths is None:
         return None
     require_ragged(state, "lengths")
-    lengths = check_rows("lengths", lengths, state.checkpoint.shape[0], jnp.integer)
+    lengths = check_array("lengths", lengths, state.checkpoint.shape[:1], jnp.integer)
     known = concrete(lengths)
     if known is None:
         checkify.debug_check(

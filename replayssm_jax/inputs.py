@@ -11,11 +11,24 @@ import jax.numpy as jnp
 from replayssm_jax.spec import ReplaySpec
 
 _GATE_FIX = "compute gates in {want} and pass them so, e.g. {name}.astype(jnp.{want})"
+_WIDE_FIX = (
+    "the family constructors make gates as wide as the widest of activations and A_log, so pass "
+    "those in float32 (under jax_enable_x64 jnp.zeros(H) is float64), or build the spec with "
+    "state_dtype=jnp.float64"
+)
 
 
-def _gate_dtype(*arrays: jax.Array | None) -> Any:
-    wide = any(a is not None and a.dtype == jnp.float64 for a in arrays)
+def _gate_dtype(*arrays: jax.Array) -> Any:
+    wide = any(array.dtype == jnp.float64 for array in arrays)
     return jnp.float64 if wide else jnp.float32
+
+
+def _check_arrays(**arrays: Any) -> None:
+    """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype"):
+            found = "None" if array is None else type(array).__name__
+            raise TypeError(f"{name} must be an array, found {found}")
 
 
 def _l2_normalise(x: jax.Array, dtype: Any) -> jax.Array:
@@ -27,6 +40,7 @@ def _add_bias(x: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
     x = x.astype(dtype)
     if bias is None:
         return x
+    _check_arrays(dt_bias=bias)
     return x + jnp.broadcast_to(bias.astype(dtype), x.shape)
 
 
@@ -43,7 +57,8 @@ class TokenInputs:
 
     The plain constructor expects `q` already scaled and `k` already normalised; the family
     constructors `mamba2`, `gated_delta_net` and `kda` do that, and the gates, from a layer's raw
-    activations (after convolution and SiLU).
+    activations (after convolution and SiLU). Families without a step size, GLA and HGRN2, take the
+    plain one with ones for `beta`.
 
     Attributes:
       q: [B, T, G, N] queries (C in Mamba-2), `spec.key_dtype`.
@@ -82,6 +97,7 @@ class TokenInputs:
           dt_bias: [H] or None.
           dt_limits: lower and upper limit of dt after the softplus.
         """
+        _check_arrays(x=x, dt=dt, B=B, C=C, A_log=A_log)
         dtype = _gate_dtype(x, dt, A_log)
         step = jnp.clip(jax.nn.softplus(_add_bias(dt, dt_bias, dtype)), *dt_limits)
         return cls(q=C, k=B, v=x, g=_rate(A_log, step, dtype) * step, beta=step)
@@ -111,6 +127,7 @@ class TokenInputs:
           A_log: [H].
           dt_bias: [H] or None.
         """
+        _check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
         dtype = _gate_dtype(v, a, A_log)
         rate = jax.nn.softplus(_add_bias(a, dt_bias, dtype))
         return cls._delta(q, k, v, _rate(A_log, rate, dtype) * rate, b, dtype)
@@ -144,6 +161,7 @@ class TokenInputs:
           dt_bias: [H, N] or None.
           lower_bound: None, or the least log-decay of the bounded gate.
         """
+        _check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
         dtype = _gate_dtype(v, a, A_log)
         raw = _add_bias(a, dt_bias, dtype)
         if lower_bound is None:
@@ -174,11 +192,12 @@ def check_inputs(
     """Check static facts of `inputs` against `spec`; return T.
 
     Raises:
-      TypeError: a wrong dtype.
+      TypeError: a field that is no array, a wrong dtype.
       ValueError: a wrong rank or shape, or T above `max_tokens`.
     """
     if not isinstance(inputs, TokenInputs):
         raise TypeError(f"inputs must be TokenInputs, found {type(inputs).__name__}")
+    _check_arrays(**vars(inputs))
     if inputs.v.ndim == 3:
         raise ValueError(
             f"v must have shape [B, T, H, P], found {inputs.v.shape}: add the time axis to every "
@@ -202,7 +221,9 @@ def check_inputs(
         if array.shape != shape:
             raise ValueError(f"{name} must have shape {shape}, found {array.shape}")
         if array.dtype != dtype:
-            if name in ("g", "beta"):
+            if name in ("g", "beta") and array.dtype == jnp.float64:
+                fix = _WIDE_FIX
+            elif name in ("g", "beta"):
                 fix = _GATE_FIX.format(name=name, want=dtype.name)
             else:
                 field = "value_dtype" if name == "v" else "key_dtype"
@@ -212,8 +233,8 @@ def check_inputs(
                 )
             raise TypeError(f"{name} must be {dtype.name}, found {array.dtype.name}: {fix}")
     if max_tokens is not None and not 1 <= num_tokens <= max_tokens:
+        fix = ": longer inputs go through prefill, more drafts need a spec with a larger max_tokens"
         raise ValueError(
-            f"T must be between 1 and {max_tokens}, found T={num_tokens}: longer inputs go through "
-            "prefill, more drafts need a spec with a larger max_tokens"
+            f"T must be between 1 and {max_tokens}, found T={num_tokens}{fix if num_tokens else ''}"
         )
     return num_tokens

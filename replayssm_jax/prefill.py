@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from replayssm_jax import window
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
 from replayssm_jax.inputs import TokenInputs, check_inputs
-from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import ReplayState, check_state, committed_records, emptied
+from replayssm_jax.spec import ReplaySpec, check_int
+from replayssm_jax.state import ReplayState, check_array, check_state, committed_records, emptied
 
 # Pairs of tokens cost N exponentials under per-channel decay, so its chunks are shorter.
 _CHUNK_SIZE = {"scalar": 64, "channel": 16}
@@ -49,7 +49,8 @@ def prefill(
       resets: None, or bool [B, T]: forget everything before this token (packed documents,
         episodes), also what is not finite. Up to its next reset, a token that is not finite makes
         all heads of its row NaN.
-      chunk_size: tokens that are folded at once; the result does not depend on it beyond rounding.
+      chunk_size: None or an int, tokens that are folded at once; the result does not depend on it
+        beyond rounding.
 
     With ragged pointers a row without a real token is left untouched, drafts included; with a
     scalar pointer all rows fold and drop their drafts, also where T = 0.
@@ -58,7 +59,7 @@ def prefill(
       The outputs [B, T, H, P] in the dtype of `v`, and the state.
 
     Raises:
-      TypeError: a wrong dtype.
+      TypeError: a wrong dtype, a chunk_size that is no int.
       ValueError: a wrong shape, both `lengths` and `valid`, `lengths` on a scalar pointer, and
         (where the values are known) lengths out of range or gates positive or not finite.
     """
@@ -67,19 +68,14 @@ def prefill(
     if lengths is not None and valid is not None:
         raise ValueError("give lengths or valid, found both")
     lengths = check_lengths(state, lengths, num_tokens)
-    for name, mask in {"valid": valid, "resets": resets}.items():
-        if mask is None:
-            continue
-        if mask.shape != (batch_size, num_tokens):
-            raise ValueError(
-                f"{name} must have shape {(batch_size, num_tokens)}, found {mask.shape}"
-            )
-        if mask.dtype != jnp.bool:
-            raise TypeError(f"{name} must be bool, found {mask.dtype.name}")
+    shape = (batch_size, num_tokens)
+    if valid is not None:
+        valid = check_array("valid", valid, shape, jnp.bool)
+    if resets is not None:
+        resets = check_array("resets", resets, shape, jnp.bool)
     if chunk_size is None:
         chunk_size = _CHUNK_SIZE[spec.decay]
-    elif chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, found {chunk_size}")
+    chunk_size = check_int("chunk_size", chunk_size)
     if lengths is not None:
         valid = leading(lengths, num_tokens)
     check_gates(inputs.g, valid)

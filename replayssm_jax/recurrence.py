@@ -95,6 +95,7 @@ def _matvec(state: jax.Array, vector: jax.Array) -> jax.Array:
 
 
 def _check_state(spec: ReplaySpec, state: jax.Array) -> None:
+    spec.check_x64()
     if state.ndim != 4 or state.shape != spec.state_shape(state.shape[0]):
         expected = ("B", *spec.state_shape(1)[1:])
         raise ValueError(f"the recurrent state must have shape {expected}, found {state.shape}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -63,7 +64,8 @@ class ReplaySpec:
       decay: "scalar" (one log-decay a head) or "channel" (one for each key channel).
       window: committed records that the ring may hold before a flush folds them.
       max_tokens: most tokens that one `verify` takes; at most `window`.
-      state_dtype: dtype of the checkpoint: float32, or float64 for reference runs.
+      state_dtype: dtype of the checkpoint: float32, or (under `jax_enable_x64`) float64 for
+        reference runs.
       key_dtype: dtype of `q` and `k` and of the recorded keys.
       value_dtype: dtype of `v`, of the recorded values and of the outputs.
       read_dtype: format of the low-precision read copy. Only None is available in this version.
@@ -121,6 +123,16 @@ class ReplaySpec:
                 f"read_dtype must be None in this version, found {self.read_dtype!r}: "
                 "low-precision read copies are not available yet"
             )
+
+    def check_x64(self) -> None:
+        """Raise ValueError where a dtype is float64 and JAX would make float32 of it."""
+        for name in ("state_dtype", "key_dtype", "value_dtype"):
+            dtype = getattr(self, name)
+            if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+                raise ValueError(
+                    f"{name}={dtype.name} needs jax_enable_x64, found it off: call "
+                    'jax.config.update("jax_enable_x64", True) first'
+                )
 
     @property
     def capacity(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from replayssm_jax import window
-from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, round_up
+from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_int, round_up
 
 
 class Phase(NamedTuple):
@@ -115,7 +115,7 @@ def init_state(
 
     Args:
       spec: the layer.
-      batch_size: B, at least 1.
+      batch_size: B, an int of at least 1.
       initial: None, or a recurrent state to start from, `spec.state_dtype`: [B, H, P, N] with
         layout="vk", [B, H, N, P] with layout="kv" (flash-linear-attention, Hugging Face GDN/KDA).
       layout: must be given with `initial`, since equal dims hide a wrong one.
@@ -123,10 +123,11 @@ def init_state(
         `where`, `insert` and `reset`.
 
     Raises:
-      TypeError, ValueError: wrong batch size, dtype, shape or layout.
+      TypeError, ValueError: wrong batch size, dtype, shape or layout; float64 without
+        `jax_enable_x64`.
     """
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be an int of at least 1, found {batch_size!r}")
+    batch_size = check_int("batch_size", batch_size)
+    spec.check_x64()
     if (initial is None) != (layout is None):
         raise ValueError(
             'give layout="vk" ([B, H, P, N]) or layout="kv" ([B, H, N, P]) together with initial, '
@@ -194,11 +195,12 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
 
     Raises:
       TypeError: not a ReplayState, or a leaf with another dtype.
-      ValueError: a leaf with another shape, or (where the value is known) more committed records
-        than the window holds.
+      ValueError: a leaf with another shape, float64 without `jax_enable_x64`, or (where the value
+        is known) more committed records than the window holds.
     """
     if not isinstance(state, ReplayState):
         raise TypeError(f"state must be a ReplayState, found {type(state).__name__}")
+    spec.check_x64()
     shape = state.checkpoint.shape
     if len(shape) != 4:
         raise ValueError(
@@ -265,14 +267,18 @@ def concrete(x: Any) -> Any | None:
     return jax.device_get(x)
 
 
-def check_rows(name: str, rows: jax.Array, batch_size: int, dtype: Any) -> jax.Array:
-    """`rows` as an array, checked to be [B] of `dtype` (jnp.bool or jnp.integer)."""
-    rows = jnp.asarray(rows)
-    if rows.shape != (batch_size,):
-        raise ValueError(f"{name} must have shape ({batch_size},), found {rows.shape}")
-    if not jnp.issubdtype(rows.dtype, dtype):
-        raise TypeError(f"{name} must be {dtype.__name__}, found {rows.dtype.name}")
-    return rows
+def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A mask or indices as an array, lists too, of `shape` and `dtype` (jnp.bool or jnp.integer).
+
+    Raises:
+      TypeError, ValueError: another dtype or shape.
+    """
+    array = jnp.asarray(value)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, found {array.shape}")
+    if not jnp.issubdtype(array.dtype, dtype):
+        raise TypeError(f"{name} must be {dtype.__name__}, found {array.dtype.name}")
+    return array
 
 
 def committed_records(
@@ -356,7 +362,7 @@ def reset(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> ReplayState
     """
     batch_size = check_state(spec, state)
     require_ragged(state, "reset")
-    where = check_rows("where", where, batch_size, jnp.bool)
+    where = check_array("where", where, (batch_size,), jnp.bool)
     pointer = emptied(spec, state.pointer, where)
     pointer = dataclasses.replace(pointer, fresh=pointer.fresh | where)
     return dataclasses.replace(state, pointer=pointer)
@@ -385,7 +391,7 @@ def insert(
     batch_size = check_state(spec, state)
     num_rows = check_state(spec, other)
     require_ragged(state, "insert")
-    slots = check_rows("slots", slots, num_rows, jnp.integer)
+    slots = check_array("slots", slots, (num_rows,), jnp.integer)
     known = concrete(slots)
     if known is not None:
         if ((known < -1) | (known >= batch_size)).any():
@@ -432,7 +438,7 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     rows = jnp.asarray(rows)
     if rows.ndim != 1 or rows.shape[0] < 1:
         raise ValueError(f"rows must have shape (B',) with B' >= 1, found {rows.shape}")
-    rows = check_rows("rows", rows, rows.shape[0], jnp.integer)
+    rows = check_array("rows", rows, rows.shape, jnp.integer)
     known = concrete(rows)
     if known is not None and ((known < -1) | (known >= batch_size)).any():
         raise ValueError(f"rows must lie in [-1, {batch_size}), found {known.tolist()}")

@@ -132,6 +132,10 @@ def test_sizes_of_a_spec(field, value, exception, match):
                 TypeError,
                 "value_dtype must be a floating dtype, found int32",
             ),
+            *(
+                (f"{field} None", {field: None}, TypeError, f"{field} must .*dtype, found None")
+                for field in ("key_dtype", "value_dtype", "state_dtype")
+            ),
             (
                 "boolean state",
                 {"state_dtype": bool},
@@ -223,6 +227,18 @@ def replaced(inputs, **changes):
                 r"v must have shape \(3, 1, 4, 12\), found \(3, 1, 4, 11\)",
             ),
             (
+                "no beta",
+                lambda x: dataclasses.replace(x, beta=None),
+                TypeError,
+                "beta must be an array, found None",
+            ),
+            (
+                "values in a list",
+                lambda x: dataclasses.replace(x, v=np.zeros(x.v.shape).tolist()),
+                TypeError,
+                "v must be an array, found list",
+            ),
+            (
                 "queries of every head",
                 lambda x: replaced(x, q=lambda a: a.repeat(2, axis=2)),
                 ValueError,
@@ -299,7 +315,7 @@ def test_no_tokens(call):
     refuses(
         lambda s: CALLS[call](s, SPEC, jax.tree.map(lambda a: a[:, :0], s.one)),
         ValueError,
-        "T must be between 1 and [13], found T=0",
+        r"T must be between 1 and [13], found T=0(?!:)",
         traced=True,
     )
 
@@ -322,6 +338,49 @@ def test_no_tokens_fold_rows_that_move_together():
     np.testing.assert_array_equal(after.checkpoint, rs.materialize(SPEC, state))
 
 
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta_net", "kda"])
+@pytest.mark.parametrize("wrong", [None, [0.0, 0.0]])
+def test_raw_activations_are_arrays(family, wrong):
+    constructor = getattr(rs.TokenInputs, family)
+    wide, narrow = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 2))
+    arguments = {"A_log": jnp.zeros(2)}
+    if family == "mamba2":
+        arguments |= {"x": wide, "dt": narrow, "B": wide, "C": wide}
+    else:
+        arguments |= {"q": wide, "k": wide, "v": wide, "b": narrow}
+        arguments["a"] = wide if family == "kda" else narrow
+    constructor(**arguments)
+    for name in arguments:
+        with pytest.raises(TypeError, match=f"^{name} must be an array, found (None|list)$"):
+            constructor(**{**arguments, name: wrong})
+    if wrong:
+        with pytest.raises(TypeError, match="dt_bias must be an array, found list"):
+            constructor(**arguments, dt_bias=wrong)
+
+
+def test_gates_as_wide_as_a_parameter_name_it():
+    spec = make_spec("gated_delta_net")
+    with jax.enable_x64(True):
+        x = random_inputs(spec, 1, 1)
+        inputs = rs.TokenInputs.gated_delta_net(x.q, x.k, x.v, x.g, x.beta, A_log=jnp.zeros(4))
+        with pytest.raises(TypeError, match=r"g must be float32, found float64: .*A_log.*float32"):
+            rs.step(spec, rs.init_state(spec, 1), inputs)
+
+
+@pytest.mark.parametrize("field", ["state_dtype", "key_dtype", "value_dtype"])
+def test_float64_needs_x64(field):
+    spec = dataclasses.replace(SPEC, **{field: jnp.float64})
+    match = f"{field}=float64 needs jax_enable_x64, found it off"
+    for call in (
+        lambda s: rs.init_state(spec, ROWS),
+        lambda s: rs.step(spec, s.ragged, s.one),
+        lambda s: rs.recurrent_scan(spec, s.recurrent, s.one),
+    ):
+        refuses(call, ValueError, match, traced=True)
+    with jax.enable_x64(True):
+        rs.init_state(spec, ROWS)
+
+
 @pytest.mark.parametrize("lower_bound", [0.0, 5.0])
 def test_the_lower_bound_of_kda(lower_bound):
     x = jnp.ones((1, 1, 2, 4))
@@ -337,8 +396,9 @@ def test_the_lower_bound_of_kda(lower_bound):
     cases(
         [
             *(
-                (f"batch size {size}", (size,), ValueError, f"batch_size .* found {size}")
-                for size in (0, -1, 2.0, True, None)
+                (f"batch size {size}", (size,), exception, f"batch_size must .* found {size}")
+                for sizes, exception in (((0, -1), ValueError), ((2.0, True, None), TypeError))
+                for size in sizes
             ),
             (
                 "no layout",
@@ -600,6 +660,15 @@ def test_dtypes_of_arguments(argument):
                 ValueError,
                 "chunk_size must be at least 1, found 0",
             ),
+            *(
+                (
+                    f"chunk_size {size!r}",
+                    lambda s, size=size: rs.prefill(SPEC, s.ragged, s.four, chunk_size=size),
+                    TypeError,
+                    "chunk_size must be an int, found ",
+                )
+                for size in (2.5, True, jnp.int32(4))
+            ),
             (
                 "a float number of drafts",
                 lambda s: rs.commit(SPEC, s.scalar, 1.0),
@@ -816,6 +885,27 @@ def steps(s, state="scalar", **keywords):
 )
 def test_loops(call, exception, match):
     refuses(call, exception, match, traced=True)
+
+
+def test_lists_are_masks_and_indices():
+    """Everywhere: what has no dtype to keep need not be an array."""
+    s = Setting(setting())
+    lists = {"lengths": [3, 0, 1], "accepted": [1, 0, 2], "slots": [2, -1, 0]}
+    for argument, call in ARGUMENTS.items():
+        name = argument.split()[0]
+        value = lists.get(name, [True, False, True])
+        if name in ("valid", "resets"):
+            value = [[True] * 4, [False] * 4, [False, True] * 2]
+        found, expected = call(s, value), call(s, np.asarray(value))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_sizes_may_be_numpy_integers():
+    s = Setting(setting())
+    assert rs.init_state(SPEC, np.int64(2)).checkpoint.shape[0] == 2
+    found = rs.prefill(SPEC, s.ragged, s.four, chunk_size=np.int32(2))
+    expected = rs.prefill(SPEC, s.ragged, s.four, chunk_size=2)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # Facts that live in arrays: known ones raise, traced ones are total and checkify finds them

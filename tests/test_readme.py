@@ -21,6 +21,12 @@ def test_python_block_runs(block):
     run_blocks([block])
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: b.name)
+def test_python_block_runs_where_float64_is_the_default(block):
+    with jax.enable_x64(True):
+        run_blocks([block])
+
+
 def test_the_three_kinds_of_user_have_a_block():
     assert len(BLOCKS) >= 3
 

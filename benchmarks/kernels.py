@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ WINDOWS_TIMED = 4
 STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_tokens(spec: rs.ReplaySpec, batch: int, tokens: int, seed: int) -> rs.TokenInputs:
     """Inputs as a layer makes them, on the device: unit keys, decays from 1 down to none."""
     q, k, v, g, beta = jax.random.split(jax.random.key(seed), 5)
@@ -187,7 +189,7 @@ def measure(
             contenders[name, how] = contender(
                 run, states(how == "staggered"), inputs, count * steps
             )
-    for name in args.implementation:
+    for name in args.baseline:
         run = loop(conventional_step(spec, name, tokens), steps)
         zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
         contenders["conventional", name] = contender(run, zeros, inputs, count * steps)
@@ -304,6 +306,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="default: those that run here",
     )
+    parser.add_argument(
+        "--baseline", choices=("mosaic_gpu", "xla"), nargs="+", help="default: as --implementation"
+    )
     parser.add_argument("--staggered", action="store_true", help="also rows at spread fills")
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
@@ -315,6 +320,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.implementation = args.implementation or [
         name for name in ("mosaic_gpu", "xla") if runnable(name, args.layer[0])
     ]
+    args.baseline = args.baseline or args.implementation
     return args
 
 

@@ -8,7 +8,7 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem
 from pallas_kernels.scratch import shared_bytes
 
 # Programs below which a device is not filled: two for each of about 132 multiprocessors.
-_FILLED = 256
+FILLED = 256
 # Shared memory with which two programs fit on a multiprocessor of Hopper or Blackwell, and one.
 _HALF, _WHOLE = 113 * 1024, 226 * 1024
 
@@ -42,7 +42,7 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
 
     wide = [c for c in pairs if c.num_rows <= 256] or pairs
     for config in wide:
-        if programs(config) >= _FILLED:
+        if programs(config) >= FILLED:
             return config
     return wide[-1]
 

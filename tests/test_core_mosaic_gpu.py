@@ -1,4 +1,8 @@
-"""The base suite on the Pallas Mosaic GPU kernels, at the smallest shapes that they take."""
+"""The base suite on the Pallas Mosaic GPU kernels, at the smallest shapes that they take.
+
+Small batches are cut into many narrow programs, large ones into wide programs: the suite runs once
+with what these few rows get, and once with what a large batch gets.
+"""
 
 from typing import ClassVar
 
@@ -6,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from base import CoreSuite
+from kernel_cases import cut_as_for_large_batches
 from oracle import assert_close, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -86,3 +91,14 @@ class TestMosaicGpu(CoreSuite):
         expected, expected_state = reference(spec, inputs)
         assert_close(jnp.concatenate(outputs, axis=1), expected)
         assert_close(state, expected_state, name="state")
+
+
+@pytest.fixture(scope="class")
+def wide_programs():
+    with cut_as_for_large_batches():
+        yield
+
+
+@pytest.mark.usefixtures("wide_programs")
+class TestMosaicGpuWide(TestMosaicGpu):
+    pass

@@ -36,8 +36,9 @@ LAYERS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cut", ["small", "large"])
 @pytest.mark.parametrize("family", SHAPES)
-def test_values_in_the_interpreter(family):
+def test_values_in_the_interpreter(family, cut):
     """Steps, drafts of uneven lengths, rollback, flush, reset rows, vmap; NaN in dead slots."""
     spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family])
     inputs = random_inputs(spec, 2, 12)

@@ -330,6 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     rows: list[harness.Row] = []
     refused = False
+    options = {key: value for key, value in vars(args).items() if key != "out"}
     tokens = [1] if args.fills else args.tokens
     cases = [(layer, batch, t) for layer in args.layer for batch in args.batch for t in tokens]
     with harness.progress(console) as bar:
@@ -345,10 +346,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             except harness.WrongResult as error:
                 refused = True
                 console.print(f"[bold red]{name}: not reported[/]: {error}")
+            path = harness.save(args.name, rows, options, args.out)  # a later case may fail
             bar.advance(task)
     console.print(harness.table("microseconds of one step of all rows, one layer", rows))
-    options = {key: value for key, value in vars(args).items() if key != "out"}
-    console.print(f"written to {harness.save(args.name, rows, options, args.out)}")
+    console.print(f"written to {path}")
     return int(refused)
 
 

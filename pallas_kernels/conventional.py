@@ -5,6 +5,7 @@ Every state tile is read, decayed, updated by the token, multiplied with its que
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,9 @@ from pallas_kernels.layouts import (
 )
 from pallas_kernels.problem import TILE, Config, Mode, Problem, programs_per_row
 from pallas_kernels.program import F32, Program
+
+# Programs from which one of them with more tiles in flight beats two on a multiprocessor.
+_MANY_PROGRAMS = 1024
 
 
 class Scratch(NamedTuple):
@@ -181,6 +185,8 @@ def launch(
         raise ValueError(reason)
     chosen = config or choose(p, mode)
     assert chosen is not None
+    if config is None and p.batch * programs_per_row(p, chosen) >= _MANY_PROGRAMS:
+        chosen = dataclasses.replace(chosen, stages=min(4, chosen.num_tiles))
 
     def body(*refs: Any) -> None:
         ConventionalStep(p, chosen, state, refs[:5], refs[5], refs[6]).run()

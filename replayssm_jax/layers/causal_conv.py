@@ -27,7 +27,8 @@ class ConvCache:
     progress: Progress
 
 
-def _uniform_taps(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def uniform_taps(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    """Initialise taps [K, C] uniformly within K ** -0.5: fan-in of a depthwise convolution."""
     bound = shape[0] ** -0.5
     return jax.random.uniform(key, shape, jnp.float32, minval=-bound, maxval=bound).astype(dtype)
 
@@ -54,7 +55,7 @@ class CausalConv(CachedLayer):
         max_tokens: int = 1,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
-        kernel_init: Any = _uniform_taps,
+        kernel_init: Any = uniform_taps,
         bias_init: Any = nnx.initializers.zeros,
         rngs: nnx.Rngs,
     ):

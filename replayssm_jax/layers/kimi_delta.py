@@ -19,7 +19,7 @@ from replayssm_jax.layers.activations import (
     default_dt_bias_init,
     default_kernel_init,
 )
-from replayssm_jax.layers.causal_conv import CausalConv
+from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
 from replayssm_jax.spec import ReplaySpec
@@ -51,7 +51,7 @@ class KimiDeltaAttention(ReplayMixer):
       dtype: of activations and of the cached records.
       param_dtype: of the projections' and the convolution's parameters; A_log and dt_bias stay
         float32.
-      kernel_init, out_kernel_init, A_log_init, dt_bias_init: initialisers.
+      kernel_init, out_kernel_init, conv_kernel_init, A_log_init, dt_bias_init: initialisers.
       rngs: of the parameters.
     """
 
@@ -77,6 +77,7 @@ class KimiDeltaAttention(ReplayMixer):
         param_dtype: Any = jnp.float32,
         kernel_init: Any = default_kernel_init,
         out_kernel_init: Any = default_kernel_init,
+        conv_kernel_init: Any = uniform_taps,
         A_log_init: Any = default_A_log_init,
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
@@ -121,6 +122,7 @@ class KimiDeltaAttention(ReplayMixer):
             max_tokens=max_tokens,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=conv_kernel_init,
             rngs=rngs,
         )
         self.A_log = nnx.Param(A_log_init(rngs.params(), (num_heads,), jnp.float32))

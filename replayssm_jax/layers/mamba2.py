@@ -20,7 +20,7 @@ from replayssm_jax.layers.activations import (
     default_dt_bias_init,
     default_kernel_init,
 )
-from replayssm_jax.layers.causal_conv import CausalConv
+from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
 from replayssm_jax.spec import ReplaySpec
@@ -53,7 +53,7 @@ class Mamba2(ReplayMixer):
       dtype: of activations and of the cached records.
       param_dtype: of the projections' and the convolution's parameters; A_log, dt_bias and D stay
         float32.
-      kernel_init, out_kernel_init, A_log_init, dt_bias_init: initialisers.
+      kernel_init, out_kernel_init, conv_kernel_init, A_log_init, dt_bias_init: initialisers.
       rngs: of the parameters.
     """
 
@@ -82,6 +82,7 @@ class Mamba2(ReplayMixer):
         param_dtype: Any = jnp.float32,
         kernel_init: Any = default_kernel_init,
         out_kernel_init: Any = default_kernel_init,
+        conv_kernel_init: Any = uniform_taps,
         A_log_init: Any = default_A_log_init,
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
@@ -115,6 +116,7 @@ class Mamba2(ReplayMixer):
             max_tokens=max_tokens,
             dtype=dtype,
             param_dtype=param_dtype,
+            kernel_init=conv_kernel_init,
             rngs=rngs,
         )
         self.A_log = nnx.Param(A_log_init(rngs.params(), (num_heads,), jnp.float32))

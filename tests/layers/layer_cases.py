@@ -28,10 +28,15 @@ _LAYERS = {
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def make_layer(family, seed=0, **options):
+def unfilled(family, **options):
+    """A layer with the parameters that its initialisers make."""
     kind, defaults = _LAYERS[family]
     options = {"replay_window": 8, "max_tokens": SHORT, **defaults, **options}
-    return filled(lambda: kind(D_MODEL, rngs=nnx.Rngs(0), **options), seed)
+    return kind(D_MODEL, rngs=nnx.Rngs(0), **options)
+
+
+def make_layer(family, seed=0, **options):
+    return filled(lambda: unfilled(family, **options), seed)
 
 
 def filled(make, seed=0):

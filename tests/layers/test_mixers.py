@@ -24,6 +24,7 @@ from layer_cases import (
     naive,
     newest_inputs,
     row,
+    unfilled,
     verify,
 )
 
@@ -305,6 +306,24 @@ def test_gradients_are_finite_and_reach_every_parameter(family):
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         norm = float(np.linalg.norm(grad))
         assert np.isfinite(norm) and norm > 0, jax.tree_util.keystr(path)
+
+
+def test_every_initialiser_is_the_callers(family):
+    given = {
+        name: nnx.initializers.constant(value)
+        for name, value in (
+            ("kernel_init", 0.25),
+            ("out_kernel_init", 0.5),
+            ("conv_kernel_init", 0.75),
+            ("A_log_init", 1.25),
+            ("dt_bias_init", 1.5),
+        )
+    }
+    layer = unfilled(family, **given)
+    found = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    for name, value in (("in_proj", 0.25), ("out_proj", 0.5), ("conv", 0.75)):
+        assert (found[name]["kernel"] == value).all(), name
+    assert (found["A_log"] == 1.25).all() and (found["dt_bias"] == 1.5).all()
 
 
 def test_caches_are_batch_first(family):

@@ -116,6 +116,8 @@ class Step(Program):
             ref[self.b] for ref in (self.rows.start, self.rows.length, self.rows.fresh)
         )
         self.fresh = fresh != 0
+        # More records than the window holds would be lost without a word: NaN instead.
+        self.outrun = jnp.where(self.length > self.p.window, jnp.nan, 0.0)
         if not self.mode.masked:
             self.num_new = self.p.num_tokens
 
@@ -188,7 +190,7 @@ class Step(Program):
                 self.store_heads(value, sm.new_gate, 1, t)
             for t, value in enumerate(new_decays):
                 self.store_heads(value, sm.new_gate, 0, t)
-        since = self.constant(0.0)
+        since = self.constant(0.0) + self.outrun
         for j in order:
             weight = self.constant(1.0)
             if decays is not None:
@@ -212,7 +214,7 @@ class Step(Program):
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
-        since = zeros((self.p.key_dim,), self.channels)
+        since = zeros((self.p.key_dim,), self.channels) + self.outrun
         for first in reversed(blocks(self.p.padded_window)):
             block = range(first, min(first + BLOCK, self.p.window))
             # All loads before the first store: the compiler cannot tell that they do not overlap.

@@ -83,6 +83,12 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
             return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
         if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
             return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(
+        size > 1 and kind != jax.sharding.AxisType.Manual
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    ):
+        return "arrays on a mesh would be gathered: call it inside jax.shard_map"
     from replayssm_jax import kernels
 
     return kernels.why_not(spec, num_tokens)

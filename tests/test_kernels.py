@@ -1,11 +1,14 @@
 """Kernels without a GPU: values in the Mosaic interpreter, lowering for the GPUs they are for."""
 
+import contextlib
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import cut_as_for_large_batches
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -36,8 +39,10 @@ LAYERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", ["small", "large"])
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize(
+    "family, cut",
+    [("mamba2", "small"), ("gated_delta_net", "large"), ("kda", "large"), ("gla", "small")],
+)
 def test_values_in_the_interpreter(family, cut):
     """Steps, drafts of uneven lengths, rollback, flush, reset rows, vmap; NaN in dead slots."""
     spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family])
@@ -46,7 +51,8 @@ def test_values_in_the_interpreter(family, cut):
     step = jax.jit(functools.partial(rs.step, spec, **on_kernels))
     verify = jax.jit(functools.partial(rs.verify, spec, **on_kernels))
     outputs = []
-    with dispatch.interpreted_kernels():
+    large = cut_as_for_large_batches() if cut == "large" else contextlib.nullcontext()
+    with dispatch.interpreted_kernels(), large:
         state = rs.init_state(
             spec, 2, jnp.full(spec.state_shape(2), jnp.nan), layout="vk", ragged=True
         )
@@ -74,9 +80,13 @@ def test_values_in_the_interpreter(family, cut):
         state = jax.tree.map(lambda x: x[:, 0], state)
         output, state = step(state, tokens(inputs, 11, 12))
         outputs.append(output)
+        pointer = dataclasses.replace(state.pointer, length=jnp.array([6, 5]))
+        outrun = dataclasses.replace(state, pointer=pointer)
+        lost, _ = step(outrun, tokens(inputs, 0, 1))
     expected, expected_state = reference(spec, inputs)
     assert_close(jnp.concatenate(outputs, axis=1), expected)
     assert_close(rs.materialize(spec, state), expected_state, name="state")
+    assert np.isnan(lost[0]).all(), "more records than the window holds must be loud"
 
 
 @pytest.mark.slow
@@ -93,10 +103,11 @@ def test_conventional_step_in_the_interpreter(family):
     assert_close(state, expected_state, name="state")
 
 
-def lowered(f, *args, device):
-    """The text of `f` lowered for a GPU that is not there."""
+def lowered(f, *args, device, axes=()):
+    """The text of `f` lowered for a GPU that is not there, or two where a mesh has axes."""
     target = jax.sharding.AbstractDevice(device_kind=device, platform="gpu", num_cores=132)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=target)
+    kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.sharding.AbstractMesh((2,) * len(axes), axes, kinds, abstract_device=target)
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -145,6 +156,21 @@ def test_what_kernels_do_not_take_falls_back_unless_named():
             inputs,
             device="NVIDIA H200",
         )
+
+
+def test_a_mesh_takes_shard_map():
+    """Bare, a kernel on a mesh would gather its operands; under shard_map each device runs it."""
+    spec = LAYERS["gated_delta_net"]
+    state = jax.eval_shape(lambda: rs.init_state(spec, 8, ragged=True))
+    one = jax.eval_shape(lambda: random_inputs(spec, 8, 1))
+    step = functools.partial(rs.step, spec)
+    rows = jax.sharding.PartitionSpec("rows")
+    mapped = jax.shard_map(step, in_specs=rows, out_specs=rows, check_vma=False)
+    on_mesh = {"device": "NVIDIA H200", "axes": ("rows",)}
+    assert "mosaic_gpu" not in lowered(step, state, one, **on_mesh)
+    assert "mosaic_gpu" in lowered(mapped, state, one, **on_mesh)
+    with pytest.raises(ValueError, match=r"call it inside jax.shard_map"):
+        lowered(functools.partial(step, implementation="mosaic_gpu"), state, one, **on_mesh)
 
 
 def test_older_gpus_are_refused_by_name():

@@ -35,7 +35,7 @@ class Scratch(NamedTuple):
     read: Any  # S r for each column r
     update: Any  # u of the new tokens
     output: Any
-    fold_record: Any  # bf16 terms of `scaled`, one tile
+    fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
     shared: Any  # None, or gate and key in one place with fold_key, which is made of them
     state_bar: Any

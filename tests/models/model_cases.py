@@ -142,6 +142,8 @@ def compile_quickly(patch, wrap=lambda f: f):
         ("generation", "_prefill"): (("capacity", "unstack"), "state"),
         ("generate", "_decode"): ("unstack", "carry"),
         ("generate", "_decode_chunk"): (("chunk", "unstack"), "carry"),
+        ("speculative", "_start_drafting"): (("capacity", "unstack"), ()),
+        ("speculative", "_speculate"): ("unstack", ("rows", "drafting")),
     }
     for (module, name), (static, donated) in parts.items():
         module = importlib.import_module(f"replayssm_jax.{module}")

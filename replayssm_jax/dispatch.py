@@ -68,9 +68,10 @@ def resolve(
         )
     if implementation not in (None, "mosaic_gpu"):
         raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
-    reason = _why_not_mosaic(spec, num_tokens)
-    if tree and reason is None:
-        reason = "its kernels take chains of drafts only, found parents="
+    if tree:
+        reason: str | None = "its kernels take chains of drafts only, found parents"
+    else:
+        reason = _why_not_mosaic(spec, num_tokens)
     if reason is None:
         return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
     if implementation is None:

@@ -142,7 +142,7 @@ class NGramDrafter:
         period = jnp.maximum(newest - best, 1)
         ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
         drafts = jnp.take_along_axis(tokens, best + 1 + ahead % period, axis=1, mode="clip")
-        return Drafts(drafts, jnp.where(enough, self.num_drafts, 0)), state
+        return Drafts(drafts, jnp.where(enough, jnp.int32(self.num_drafts), 0)), state
 
     def observe(self, state: NGramState, tokens: jax.Array, kept: jax.Array) -> NGramState:
         """Append the tokens that count."""

@@ -137,7 +137,8 @@ def shape_logits(sampling: Sampling, logits: jax.Array, seen: jax.Array | None =
     """
     logits = _penalised(sampling, logits, seen)
     best = jnp.argmax(logits, axis=-1, keepdims=True)
-    greedy = jnp.where(jnp.arange(logits.shape[-1])[None, :] == best, 0.0, -jnp.inf)
+    is_best = jnp.arange(logits.shape[-1])[None, :] == best
+    greedy = jnp.where(is_best, jnp.zeros_like(logits), -jnp.inf)
     logits = logits / _temperature(sampling)
     logits = jnp.where(_kept(sampling, logits), logits, -jnp.inf)
     return jnp.where((sampling.temperature == 0)[:, None], greedy, logits)

@@ -311,7 +311,8 @@ def judge(
       log-probabilities, each [B, 1 + n]: a draft where it is accepted, behind the last of these
       the token that was drawn, and behind that anything.
     """
-    in_lengths = jnp.arange(drafts.tokens.shape[1])[None, :] < drafts.lengths[:, None]
+    order = jnp.arange(drafts.tokens.shape[1], dtype=jnp.int32)[None, :]
+    in_lengths = order < drafts.lengths[:, None]
     over_tokens = functools.partial(jax.vmap, in_axes=1, out_axes=1)
     if sampling.temperature is None or drafts.logits is None:
         # What the target draws equals a fixed draft with probability p(draft), and what it draws

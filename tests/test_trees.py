@@ -1,6 +1,5 @@
 """Token trees: every node against the float64 recurrence along its path, and what commit keeps."""
 
-import dataclasses
 import functools
 
 import chex
@@ -251,8 +250,8 @@ def test_kernels_take_no_trees(monkeypatch):
     monkeypatch.setattr(dispatch, "_why_not_mosaic", lambda spec, num_tokens: None)
     assert dispatch.resolve(None, spec, 2) == "mosaic_gpu"
     assert dispatch.resolve(None, spec, 2, tree=True) == "xla"
-    inputs, state = random_inputs(spec, B, 2), rs.init_state(spec, B)
     parents = jnp.asarray([[-1, -1]] * B)
+    arguments = spec, rs.init_state(spec, B), random_inputs(spec, B, 2)
+    rs.verify(*arguments, parents=parents)
     with pytest.raises(ValueError, match=r"cannot run: its kernels take chains .*found parents"):
-        rs.verify(spec, state, inputs, parents=parents, implementation="mosaic_gpu")
-    assert dataclasses.is_dataclass(rs.verify(spec, state, inputs, parents=parents)[1])
+        rs.verify(*arguments, parents=parents, implementation="mosaic_gpu")

@@ -243,6 +243,7 @@ def jit_drafts(model):
 
 CHI_V, CHI_ROWS, CHI_N = 4, 6000, 4
 CHI_PROMPT = [1, 2, 1, 3, 1]
+CHI_MODEL = dict(vocab_size=CHI_V, replay_window=16)  # folding thousands of rows would take longest
 PLAIN = dict(temperature=5.0, top_k=CHI_V, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 DISTRIBUTIONS = {  # of one structure, so that one program serves all
     "temperature": PLAIN,
@@ -254,12 +255,12 @@ DISTRIBUTIONS = {  # of one structure, so that one program serves all
 def chi_drafter(name):
     if name == "n-gram":
         return NGramDrafter(num_drafts=2)
-    return ModelDrafter(make_model("kda", seed=4, vocab_size=CHI_V, pattern="M"), num_drafts=2)
+    return ModelDrafter(make_model("kda", seed=4, pattern="M", **CHI_MODEL), num_drafts=2)
 
 
 @functools.cache
 def chi_model():
-    return make_model("mamba2", seed=3, vocab_size=CHI_V)
+    return make_model("mamba2", seed=3, **CHI_MODEL)
 
 
 @functools.cache

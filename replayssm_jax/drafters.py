@@ -45,7 +45,7 @@ class Drafts(NamedTuple):
     """Proposed tokens.
 
     Attributes:
-      tokens: int32 [B, n], to follow the newest token.
+      tokens: int32 [B, n], to follow the newest token. One outside the vocabulary ends a row's.
       lengths: int32 [B] in [0, n], how many of them each row proposes.
       logits: float32 [B, n, V], of the distribution that each draft was drawn from, independently
         of the target's randomness; None where the drafts depend on nothing random.
@@ -187,6 +187,7 @@ class ModelDrafter:
         """Prefill the draft model."""
         tokens, valid = prompt
         batch_size, width = tokens.shape
+        check_int("num_drafts", self.num_drafts)
         most = self.model.config.max_tokens
         if most <= self.num_drafts:
             raise ValueError(

@@ -226,7 +226,10 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
     left = room(control, state.cache, rows.counts, capacity)
     turn = Turn(drawn.token, position, live, control.sampling, control.keys)
     drafts, drafting = drafter.propose(loop.drafting, turn)
-    proposed = jnp.clip(drafts.lengths, 0, jnp.minimum(num_drafts, left - 1))
+    # What is no token would put NaN into KV caches, where a mask does not stop it.
+    real = (drafts.tokens >= 0) & (drafts.tokens < model.config.vocab_size)
+    proposed = jnp.minimum(drafts.lengths, _leading(real))
+    proposed = jnp.clip(proposed, 0, jnp.minimum(num_drafts, left - 1))
     proposed = jnp.where(live, proposed, 0)
     steps = jnp.arange(1 + num_drafts, dtype=jnp.int32)[None, :]
     tokens = jnp.concatenate([drawn.token[:, None], drafts.tokens], axis=1)

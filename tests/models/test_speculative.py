@@ -104,6 +104,17 @@ def test_all_right_all_wrong_and_no_drafts():
     np.testing.assert_array_equal(out.proposed, [15, sum(min(3, N - 1 - i) for i in range(N)), 0])
 
 
+def test_drafts_outside_the_vocabulary_end_a_rows_drafts():
+    model, wanted = make_model("gated_delta_net"), expected()
+    tokens = np.array(wanted.tokens)
+    tokens[0, 2::3], tokens[1, 1::2], tokens[2] = -1, V, 2**31 - 1
+    drafter = Scripted(jnp.asarray(tokens), jnp.full((B, N), 3, jnp.int32))
+    out = speculative_generate(model, PROMPTS, drafter, max_new_tokens=N)
+    assert_same(out, wanted)
+    np.testing.assert_array_equal(out.accepted, out.proposed)
+    np.testing.assert_array_equal(np.asarray(out.accepted) > 0, [True, True, False])
+
+
 def test_sampled_tokens_with_fixed_drafts_are_those_of_generate():
     model = make_model("gated_delta_net")
     options = dict(

@@ -1,8 +1,10 @@
 import re
 
+import pytest
 import speculative_text
 
 
+@pytest.mark.slow
 def test_shipped_weights_decode_the_same_tokens_in_fewer_passes(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     arguments = ["--family", "gated_delta_net", "--tokens", "48", "--batch", "2"]

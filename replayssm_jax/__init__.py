@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from replayssm_jax import models as models
     from replayssm_jax.generate import generate as generate
     from replayssm_jax.generate import stream as stream
+    from replayssm_jax.speculative import speculative_generate as speculative_generate
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,9 @@ __all__ = [
     "while_loop",
 ]
 
-_NEED_FLAX = ("generate", "layers", "models", "stream")
+_NEED_FLAX = ("generate", "layers", "models", "speculative_generate", "stream")
+
+_FUNCTIONS = {"speculative_generate": "speculative", "stream": "generate"}  # name: its module
 
 
 def __dir__() -> list[str]:
@@ -61,8 +64,8 @@ if not TYPE_CHECKING:  # a type checker would take any name from it
 
     def __getattr__(name: str) -> Any:
         """Import what needs Flax when it is first asked for; the core does without."""
-        if name == "stream":
-            return importlib.import_module("replayssm_jax.generate").stream
+        if name in _FUNCTIONS:
+            return getattr(importlib.import_module(f"replayssm_jax.{_FUNCTIONS[name]}"), name)
         if name in _NEED_FLAX:
             return importlib.import_module(f"replayssm_jax.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -38,10 +38,13 @@ def verify(
     state: ReplayState,
     inputs: TokenInputs,
     lengths: jax.Array | None = None,
+    parents: jax.Array | None = None,
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ReplayState]:
     """Append T tokens as drafts and compute their outputs; `commit` then accepts a prefix.
+
+    With `parents` they are the nodes of a tree, of which `commit` accepts a path.
 
     Rows where the tokens would not fit in the window first fold their committed records into the
     checkpoint. Pending drafts of an earlier call are dropped.
@@ -52,6 +55,9 @@ def verify(
       inputs: 1 <= T <= `spec.max_tokens` tokens.
       lengths: None, or int [B] in [0, T], how many tokens of each row are real. A row with 0 is
         left untouched. Outputs of tokens that are not real are zero. Needs ragged pointers.
+      parents: None for a chain, or int [B, T]: the index of the token that each token follows,
+        smaller than its own, or -1 for the last committed token. Several may follow one: every
+        token sees its own ancestors alone. Runs on "xla".
       implementation: None for the best that supports the case, or "xla" or "mosaic_gpu" (Pallas
         kernels for Hopper GPUs); a named one that cannot run raises.
 
@@ -62,15 +68,17 @@ def verify(
     Raises:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, T above `max_tokens`, `lengths` on a scalar pointer, and (where the
-        values are known) lengths out of range or gates that are positive or not finite.
+        values are known) lengths or parents out of range or gates that are positive or not finite.
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
-    chosen = dispatch.resolve(implementation, spec, num_tokens)
+    chosen = dispatch.resolve(implementation, spec, num_tokens, tree=parents is not None)
     lengths = check_lengths(state, lengths, num_tokens)
+    if parents is not None:
+        parents = check_parents(parents, (batch_size, num_tokens))
     check_gates(inputs.g, leading(lengths, num_tokens))
     _check_phase(spec, state)
-    return _verify(spec, state, inputs, lengths, chosen)
+    return _verify(spec, state, inputs, lengths, parents, chosen)
 
 
 def step(
@@ -102,20 +110,29 @@ def step(
     return _step(spec, state, inputs, chosen)
 
 
-def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> ReplayState:
+def commit(
+    spec: ReplaySpec,
+    state: ReplayState,
+    accepted: jax.Array | int,
+    path: jax.Array | None = None,
+) -> ReplayState:
     """Accept the first `accepted` pending drafts of each row and drop the rest.
 
-    Only the pointer moves. Where `accepted` is traced it is clipped to [0, pending], so that a
-    second commit changes nothing.
+    Only the pointer moves; with `path`, the records of the accepted nodes of a tree also move next
+    to each other. Where `accepted` is traced it is clipped to [0, pending], so that a second commit
+    changes nothing.
 
     Args:
       spec: the layer.
       state: with pending drafts.
       accepted: an int or int32 scalar, or with ragged pointers int32 [B].
+      path: None for the first drafts, or int [B, T], T <= `spec.max_tokens`: the nodes of a tree
+        from its root on. The first `accepted` of them count, and the others may be anything.
 
     Raises:
+      TypeError: `accepted` or `path` of another dtype.
       ValueError: [B] on a scalar pointer, a wrong shape, or (where the values are known) accepted
-        out of [0, pending].
+        out of [0, pending], or nodes of the path that are not pending or not in rising order.
     """
     batch_size = check_state(spec, state)
     accepted = jnp.asarray(accepted)
@@ -130,6 +147,10 @@ def commit(spec: ReplaySpec, state: ReplayState, accepted: jax.Array | int) -> R
             f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
             f"pending={pending.tolist()}"
         )
+    if path is not None:
+        path = check_path(spec, state, path, accepted)
+        accepted = jnp.minimum(accepted, path.shape[1])
+        state = dataclasses.replace(state, buffer=_gather_path(spec, state, accepted, path))
     return dataclasses.replace(state, pointer=_commit(state.pointer, accepted))
 
 
@@ -179,6 +200,43 @@ def check_lengths(
     return jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
 
 
+def check_parents(parents: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """`parents` as int32 [B, T], clipped to what a tree allows and, where known, checked."""
+    parents = check_array("parents", parents, shape, jnp.integer)
+    known, order = concrete(parents), np.arange(shape[1], dtype=np.int32)[None]
+    if known is not None and ((known < -1) | (known >= order)).any():
+        raise ValueError(
+            "a parent must be -1 or an index smaller than its token's own, found "
+            f"parents={known.tolist()}"
+        )
+    return jnp.clip(parents.astype(jnp.int32), -1, order - 1)
+
+
+def check_path(
+    spec: ReplaySpec, state: ReplayState, path: jax.Array, accepted: jax.Array
+) -> jax.Array:
+    """`path` as int32 [B, T]; where all is known, its accepted nodes are pending and rise."""
+    path = jnp.asarray(path)
+    length = path.shape[1] if path.ndim == 2 else 0
+    if not 1 <= length <= spec.max_tokens:
+        raise ValueError(
+            f"path must have shape [B, T] with T from 1 to max_tokens={spec.max_tokens}, found "
+            f"{path.shape}"
+        )
+    path = check_array("path", path, (state.checkpoint.shape[0], length), jnp.integer)
+    nodes, count, pending = (concrete(x) for x in (path, accepted, state.pointer.pending))
+    if nodes is not None and count is not None and pending is not None:
+        used = np.arange(length) < np.reshape(count, (-1, 1))
+        wrong = (nodes < 0) | (nodes >= np.reshape(pending, (-1, 1)))
+        wrong[:, 1:] |= nodes[:, 1:] <= nodes[:, :-1]
+        if (used & wrong).any() or np.max(count) > length:
+            raise ValueError(
+                "the first `accepted` nodes of the path must be pending and in rising order, found "
+                f"path={nodes.tolist()}, accepted={count.tolist()}, pending={pending.tolist()}"
+            )
+    return path.astype(jnp.int32)
+
+
 def check_gates(g: jax.Array, real: jax.Array | None) -> None:
     """Raise ValueError where a `real` token has a known g that is positive or not finite."""
     known, mask = concrete(g), True if real is None else concrete(real)
@@ -200,7 +258,10 @@ def leading(lengths: jax.Array | None, num_tokens: int) -> jax.Array | None:
 
 
 def as_tokens(
-    spec: ReplaySpec, inputs: TokenInputs, valid: jax.Array | None = None
+    spec: ReplaySpec,
+    inputs: TokenInputs,
+    valid: jax.Array | None = None,
+    parents: jax.Array | None = None,
 ) -> window.Tokens:
     """Inputs in the layout of `window`; tokens that are not `valid` [B, T] become identities."""
     log_decay = inputs.g if spec.decay == "channel" else inputs.g[..., None]
@@ -217,7 +278,18 @@ def as_tokens(
             for name, x in parts.items()
         }
     _check_real_gates(parts["log_decay"], None)
-    return window.Tokens(**parts)
+    return window.Tokens(**parts, ancestry=None if parents is None else _ancestry(parents))
+
+
+def _ancestry(parents: jax.Array) -> jax.Array:
+    """[B, T, J] bool: whether token j is t or an ancestor of it."""
+    num_tokens = parents.shape[1]
+    order = jnp.arange(num_tokens, dtype=jnp.int32)
+    reach = (order[:, None] == order[None])[None] | (parents[:, :, None] == order[None, None])
+    for _ in range((num_tokens - 1).bit_length()):  # twice as many generations each time
+        steps = reach.astype(jnp.float32)
+        reach = jnp.einsum("bti,bij->btj", steps, steps) > 0
+    return reach
 
 
 def _check_real_gates(g: jax.Array, real: jax.Array | None) -> None:
@@ -253,6 +325,7 @@ def _verify(
     state: ReplayState,
     inputs: TokenInputs,
     lengths: jax.Array | None,
+    parents: jax.Array | None,
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
     num_tokens = inputs.v.shape[1]
@@ -267,7 +340,7 @@ def _verify(
     state = flush_when_due(spec, state, num_new)
     pointer = state.pointer
     valid = leading(lengths, num_tokens)
-    tokens = as_tokens(spec, inputs, valid)
+    tokens = as_tokens(spec, inputs, valid, parents)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
     key_reads, query_reads = window.read_past(
@@ -331,7 +404,7 @@ def _step(
     inputs: TokenInputs,
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
-    output, state = _verify(spec, state, inputs, None, implementation)
+    output, state = _verify(spec, state, inputs, None, None, implementation)
     pointer = _commit(state.pointer, jnp.ones((), jnp.int32))
     return output, dataclasses.replace(state, pointer=pointer)
 
@@ -345,6 +418,31 @@ def _commit(pointer: Pointer, accepted: jax.Array) -> Pointer:
     )
     length = pointer.length + jnp.clip(accepted, 0, pointer.pending)
     return dataclasses.replace(pointer, length=length, pending=jnp.zeros_like(pointer.pending))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _gather_path(
+    spec: ReplaySpec, state: ReplayState, accepted: jax.Array, path: jax.Array
+) -> InputBuffer:
+    """The ring with the records of the accepted nodes behind the committed ones, in order."""
+    pointer = state.pointer
+    first = (pointer.start + pointer.length).reshape(-1, 1)
+    pending = pointer.pending.reshape(-1, 1)
+    steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
+    count = jnp.minimum(accepted.astype(jnp.int32).reshape(-1, 1), pending)
+    nodes = jnp.clip(path, 0, jnp.maximum(pending - 1, 0))
+    source = (first + nodes) % spec.capacity
+    target = jnp.where(steps < count, (first + steps) % spec.capacity, spec.capacity)
+    target = jnp.broadcast_to(target, path.shape)
+    rows = jnp.arange(path.shape[0], dtype=jnp.int32)[:, None]
+
+    def move(ring: jax.Array) -> jax.Array:
+        bits = _as_bits(ring)
+        moved = bits.at[rows, source].get(mode="promise_in_bounds")
+        bits = bits.at[rows, target].set(moved, mode="drop", unique_indices=True)
+        return jax.lax.bitcast_convert_type(bits, ring.dtype)
+
+    return jax.tree.map(move, state.buffer)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))

@@ -45,13 +45,16 @@ def interpreted_kernels() -> Iterator[None]:
         _interpreting.reset(token)
 
 
-def resolve(implementation: str | None, spec: ReplaySpec, num_tokens: int) -> Implementation:
+def resolve(
+    implementation: str | None, spec: ReplaySpec, num_tokens: int, *, tree: bool = False
+) -> Implementation:
     """The implementation to run: the named one, or for None the best that supports the case.
 
     Args:
       implementation: None or one of `NAMES`.
       spec: the layer.
       num_tokens: T of the step; 0 for a flush.
+      tree: whether the tokens are a tree, which no kernel takes.
 
     Raises:
       ValueError: an unknown name, or a named implementation that cannot run, with the reason.
@@ -65,7 +68,10 @@ def resolve(implementation: str | None, spec: ReplaySpec, num_tokens: int) -> Im
         )
     if implementation not in (None, "mosaic_gpu"):
         raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
-    reason = _why_not_mosaic(spec, num_tokens)
+    if tree:
+        reason: str | None = "its kernels take chains of drafts only, found parents"
+    else:
+        reason = _why_not_mosaic(spec, num_tokens)
     if reason is None:
         return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
     if implementation is None:

@@ -2,88 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.generation import (
+    Carry,
+    Control,
+    GenerateOutput,
+    GenerateState,
+    empty_output,
+    room,
+    start,
+    widths,
+)
 from replayssm_jax.layers.mixer import Decode
 from replayssm_jax.loops import scan_steps, while_loop
-from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
-from replayssm_jax.prompts import Prompt, as_prompt, bucket, known
-from replayssm_jax.sampling import Sampling, draw, row_keys
-from replayssm_jax.spec import round_up
-from replayssm_jax.stopping import StopReason, Stops
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GenerateState:
-    """Where a generation stands, to go on from: it has seen the prompt and every new token.
-
-    Attributes:
-      cache: of the model.
-      logits: float32 [B, V], of the next token.
-      seen: [B, V] bool, tokens so far; None unless a repetition penalty was in use.
-    """
-
-    cache: HybridCache
-    logits: jax.Array
-    seen: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class GenerateOutput:
-    """What `generate` returns.
-
-    Attributes:
-      tokens: [B, N] int32, the new tokens, a stop token or sequence included; then `pad_token`.
-      lengths: [B] int32, new tokens of each row.
-      stop_reason: [B] int32, a `StopReason`.
-      logprobs: [B, N] float32, log_softmax(logits / temperature) of each token, untruncated and
-        without penalty; a greedy row counts as temperature 1. 0 after the end.
-      sampling_logprobs: [B, N] float32, of the distribution that the token was drawn from, after
-        penalty and truncation; 0 for greedy rows and after the end.
-      state: with `return_state`, where to go on from.
-    """
-
-    tokens: jax.Array
-    lengths: jax.Array
-    stop_reason: jax.Array
-    logprobs: jax.Array
-    sampling_logprobs: jax.Array
-    state: GenerateState | None = None
-
-
-class _Control(NamedTuple):
-    """What steers the loop and does not change in it."""
-
-    sampling: Sampling
-    stops: Stops
-    keys: jax.Array | None
-    limits: jax.Array
-    pad_token: jax.Array
-
-
-class _Carry(NamedTuple):
-    state: GenerateState
-    column: jax.Array
-    done: jax.Array
-    reason: jax.Array
-    counts: jax.Array
-    tokens: jax.Array
-    logprobs: jax.Array
-    sampling_logprobs: jax.Array
+from replayssm_jax.prompts import as_prompt
+from replayssm_jax.sampling import Sampling, draw
+from replayssm_jax.stopping import StopReason
 
 
 def generate(
@@ -154,10 +100,10 @@ def generate(
         than the cache.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    width, capacity = _widths(max_new_tokens, capacity)
+    width, capacity = widths(max_new_tokens, capacity)
     if len(prompt) == 0:
-        return _empty(width)
-    control, carry = _start(
+        return empty_output(width)
+    control, carry = start(
         model,
         as_prompt(
             prompt,
@@ -209,11 +155,11 @@ def stream(
         raise ValueError(f"chunk must be at least 1, found {chunk}")
     if len(prompt) == 0:
         return
-    _, capacity = _widths(max_new_tokens, options.pop("capacity", None))
+    _, capacity = widths(max_new_tokens, options.pop("capacity", None))
     state, unstack = options.pop("state", None), options.pop("unstack", True)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     masks = {name: options.pop(name, None) for name in ("lengths", "valid", "bos_token")}
-    control, carry = _start(
+    control, carry = start(
         model,
         as_prompt(prompt, continues=state is not None, vocab_size=model.config.vocab_size, **masks),
         max_new_tokens=max_new_tokens,
@@ -242,159 +188,7 @@ def stream(
         sent = int(lengths.max())
 
 
-def _widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
-    """Columns to return, and to compile for."""
-    if isinstance(max_new_tokens, jax.core.Tracer):
-        if capacity is None:
-            raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
-        return capacity, capacity
-    limits = np.asarray(max_new_tokens)
-    if not np.issubdtype(limits.dtype, np.integer) or limits.min(initial=0) < 0:
-        raise ValueError(f"max_new_tokens must be integers of at least 0, found {limits.tolist()}")
-    width = int(limits.max(initial=0))
-    if capacity is None:
-        return width, bucket(width)
-    return min(width, capacity), capacity
-
-
-def _empty(width: int) -> GenerateOutput:
-    zeros = jnp.zeros((0, width), jnp.float32)
-    rows = jnp.zeros((0,), jnp.int32)
-    return GenerateOutput(zeros.astype(jnp.int32), rows, rows, zeros, zeros)
-
-
-def _start(
-    model: HybridLM,
-    prompt: Prompt,
-    *,
-    max_new_tokens: Any,
-    key: jax.Array | None,
-    sampling: Sampling,
-    stops: tuple[Any, Any],
-    pad_token: int,
-    capacity: int,
-    cache_size: int | None,
-    decode: Decode,
-    state: GenerateState | None,
-    ragged: bool,
-    unstack: bool,
-) -> tuple[_Control, _Carry]:
-    """Check the arguments and prefill."""
-    batch_size, width = prompt.tokens.shape
-    keys = row_keys(key, batch_size)
-    if sampling.temperature is not None and keys is None:
-        raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
-    sampling = sampling.checked(batch_size)
-    if np.shape(max_new_tokens) not in ((), (batch_size,)):
-        raise ValueError(
-            f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
-        )
-    limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
-    if state is None:
-        state = _init(
-            model,
-            batch_size,
-            cache_size or round_up(width + capacity, 64),
-            decode=decode,
-            ragged=ragged,
-            penalised=sampling.repetition_penalty is not None,
-            unstack=unstack,
-        )
-    elif sampling.repetition_penalty is not None and state.seen is None:
-        raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
-    _check_room(prompt, state.cache)
-    control = _Control(
-        sampling=sampling,
-        stops=Stops.make(batch_size, *stops),
-        keys=keys,
-        limits=limits,
-        pad_token=jnp.asarray(pad_token, jnp.int32),
-    )
-    return control, _prefill(model, prompt, state, control, capacity, unstack)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("batch_size", "size", "decode", "ragged", "penalised", "unstack")
-)
-def _init(
-    model: HybridLM,
-    batch_size: int,
-    size: int,
-    *,
-    decode: Decode,
-    ragged: bool,
-    penalised: bool,
-    unstack: bool,
-) -> GenerateState:
-    """Make the state of empty rows: one program, and on a mesh every part where it belongs."""
-    model = unstack_layers(model) if unstack else model
-    shape = batch_size, model.config.vocab_size
-    return GenerateState(
-        cache=model.init_cache(batch_size, size, decode=decode, ragged=ragged),
-        logits=jnp.zeros(shape, jnp.float32),
-        seen=jnp.zeros(shape, bool) if penalised else None,
-    )
-
-
-def _check_room(prompt: Prompt, cache: HybridCache) -> None:
-    size = cache.size
-    if size is None:
-        return
-    valid = prompt.valid
-    used: Any = cache.progress.position
-    counts: Any = prompt.tokens.shape[1]
-    if valid is not None:
-        counts = jnp.sum(valid, axis=1, dtype=jnp.int32)
-    total = known(used + counts)
-    if total is None:
-        return
-    longest = int(total.max())
-    if longest > size:
-        raise ValueError(f"the prompt needs {longest} positions, the cache holds {size}")
-
-
-@functools.partial(jax.jit, static_argnames=("capacity", "unstack"), donate_argnames="state")
-def _prefill(
-    model: HybridLM,
-    prompt: Prompt,
-    state: GenerateState,
-    control: _Control,
-    capacity: int,
-    unstack: bool,
-) -> _Carry:
-    model = unstack_layers(model) if unstack else model
-    tokens, valid = prompt
-    batch_size, width = tokens.shape
-    logits, seen = state.logits, state.seen
-    cache = state.cache
-    if width:
-        new, cache = model.prefill(tokens, cache, valid=valid, last_only=True)
-        if valid is None:
-            logits = new
-        else:
-            logits = jnp.where(jnp.any(valid, axis=1)[:, None], new, logits)
-        if seen is not None:
-            rows = jnp.arange(batch_size)[:, None]
-            at = tokens if valid is None else jnp.where(valid, tokens, seen.shape[1])
-            seen = seen.at[rows, at].set(True, mode="drop")
-    limits = jnp.minimum(control.limits, capacity)
-    if cache.size is not None:
-        limits = jnp.minimum(limits, cache.size - cache.progress.position)
-    done = limits <= 0
-    zeros = jnp.zeros((batch_size, capacity), jnp.float32)
-    return _Carry(
-        state=GenerateState(cache, logits, seen),
-        column=jnp.zeros((), jnp.int32),
-        done=done,
-        reason=jnp.where(done, jnp.int32(StopReason.LENGTH), 0),
-        counts=jnp.zeros((batch_size,), jnp.int32),
-        tokens=jnp.full((batch_size, capacity), control.pad_token, jnp.int32),
-        logprobs=zeros,
-        sampling_logprobs=zeros,
-    )
-
-
-def _body(model: HybridLM, control: _Control, carry: _Carry) -> _Carry:
+def _body(model: HybridLM, control: Control, carry: Carry) -> Carry:
     state, column = carry.state, carry.column
     cache, live = state.cache, ~carry.done
     drawn = draw(
@@ -412,11 +206,9 @@ def _body(model: HybridLM, control: _Control, carry: _Carry) -> _Carry:
 
     tokens = carry.tokens.at[:, column].set(token, mode="drop")
     counts = carry.counts + live.astype(jnp.int32)
-    limits = jnp.minimum(control.limits, tokens.shape[1])
-    if cache.size is not None:
-        limits = jnp.where(cache.progress.position + 1 >= cache.size, counts, limits)
+    last = room(control, cache, carry.counts, tokens.shape[1]) <= 1
     reason = control.stops.reason(tokens, column)
-    reason = jnp.where((reason == 0) & (counts >= limits), jnp.int32(StopReason.LENGTH), reason)
+    reason = jnp.where((reason == 0) & last, jnp.int32(StopReason.LENGTH), reason)
     # Rows of a scalar pointer all move on; what an ended row computes is not looked at.
     ragged = cache.pointer is not None and cache.pointer.is_ragged
     lengths = live.astype(jnp.int32) if ragged or cache.pointer is None else None
@@ -425,7 +217,7 @@ def _body(model: HybridLM, control: _Control, carry: _Carry) -> _Carry:
     if seen is not None:
         rows = jnp.arange(token.shape[0])
         seen = seen.at[rows, jnp.where(live, token, seen.shape[1])].set(True, mode="drop")
-    return _Carry(
+    return Carry(
         state=GenerateState(cache, jnp.where(live[:, None], logits, state.logits), seen),
         column=column + 1,
         done=carry.done | (reason > 0),
@@ -438,11 +230,11 @@ def _body(model: HybridLM, control: _Control, carry: _Carry) -> _Carry:
 
 
 @functools.partial(jax.jit, static_argnames="unstack", donate_argnames="carry")
-def _decode(model: HybridLM, carry: _Carry, control: _Control, unstack: bool) -> _Carry:
+def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool) -> Carry:
     model = unstack_layers(model) if unstack else model
     body = functools.partial(_body, model, control)
 
-    def unfinished(carry: _Carry) -> jax.Array:
+    def unfinished(carry: Carry) -> jax.Array:
         return ~jnp.all(carry.done)
 
     if carry.state.cache.pointer is None:
@@ -452,11 +244,11 @@ def _decode(model: HybridLM, carry: _Carry, control: _Control, unstack: bool) ->
 
 @functools.partial(jax.jit, static_argnames=("chunk", "unstack"), donate_argnames="carry")
 def _decode_chunk(
-    model: HybridLM, carry: _Carry, control: _Control, chunk: int, unstack: bool
-) -> _Carry:
+    model: HybridLM, carry: Carry, control: Control, chunk: int, unstack: bool
+) -> Carry:
     model = unstack_layers(model) if unstack else model
 
-    def body(carry: _Carry, _: None) -> tuple[_Carry, None]:
+    def body(carry: Carry, _: None) -> tuple[Carry, None]:
         return _body(model, control, carry), None
 
     window = model.config.replay_window

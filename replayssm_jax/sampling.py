@@ -120,32 +120,56 @@ def draw(
       positions: [B] int32 position of the token to draw; folded into its row's key.
       seen: [B, V] bool, tokens already in the sequence; needed for the repetition penalty.
     """
-    raw = logits
-    if sampling.repetition_penalty is not None:
-        assert seen is not None
-        logits = _penalised(logits, sampling.repetition_penalty[:, None], seen)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if sampling.temperature is None:
-        logprob = _pick(jax.nn.log_softmax(raw), greedy)
-        return Draw(greedy, logprob, jnp.zeros_like(logprob))
+        token = jnp.argmax(_penalised(sampling, logits, seen), axis=-1).astype(jnp.int32)
+        logprob = _pick(jax.nn.log_softmax(logits), token)
+        return Draw(token, logprob, jnp.zeros_like(logprob))
     assert keys is not None and positions is not None
-    is_greedy = sampling.temperature == 0
-    temperature = jnp.where(is_greedy, 1.0, sampling.temperature)[:, None]
-    logits = logits / temperature
+    shaped = shape_logits(sampling, logits, seen)
+    return score(sampling, logits, shaped, draw_from(shaped, keys, positions))
+
+
+def shape_logits(sampling: Sampling, logits: jax.Array, seen: jax.Array | None = None) -> jax.Array:
+    """Return the logits [B, V] of the distribution that tokens are drawn from; needs a temperature.
+
+    Penalty, temperature and truncation are applied. Those of a greedy row are 0 for its best token
+    and -inf elsewhere, so that its distribution is one like any other.
+    """
+    logits = _penalised(sampling, logits, seen)
+    best = jnp.argmax(logits, axis=-1, keepdims=True)
+    is_best = jnp.arange(logits.shape[-1])[None, :] == best
+    greedy = jnp.where(is_best, jnp.zeros_like(logits), -jnp.inf)
+    logits = logits / _temperature(sampling)
     logits = jnp.where(_kept(sampling, logits), logits, -jnp.inf)
+    return jnp.where((sampling.temperature == 0)[:, None], greedy, logits)
+
+
+def draw_from(logits: jax.Array, keys: jax.Array, positions: jax.Array) -> jax.Array:
+    """Draw a token int32 [B] from logits [B, V], with the randomness of `positions` [B]."""
     noise = jax.vmap(lambda key, at: _gumbel(key, at, logits.shape[-1]))(keys, positions)
-    drawn = jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-    token = jnp.where(is_greedy, greedy, drawn)
-    logprob = _pick(jax.nn.log_softmax(raw / temperature), token)
-    sampled = _pick(jax.nn.log_softmax(logits), token)
-    return Draw(token, logprob, jnp.where(is_greedy, 0.0, sampled))
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+
+
+def score(sampling: Sampling, logits: jax.Array, shaped: jax.Array, token: jax.Array) -> Draw:
+    """Return `token` [B] with its log-probabilities; `shaped` is `shape_logits` of `logits`."""
+    logprob = _pick(jax.nn.log_softmax(logits / _temperature(sampling)), token)
+    return Draw(token, logprob, _pick(jax.nn.log_softmax(shaped), token))
+
+
+def _temperature(sampling: Sampling) -> jax.Array:
+    """[B, 1], 1 for greedy rows."""
+    return jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
 
 
 def _gumbel(key: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
     return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), jnp.float32)
 
 
-def _penalised(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:
+def _penalised(sampling: Sampling, logits: jax.Array, seen: jax.Array | None) -> jax.Array:
+    if sampling.repetition_penalty is None:
+        return logits
+    assert seen is not None
+    penalty = sampling.repetition_penalty[:, None]
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 

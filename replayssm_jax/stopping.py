@@ -76,20 +76,22 @@ class Stops:
 
         Args:
           tokens: [B, capacity] int32, the new tokens so far.
-          index: int32, column of the newest.
+          index: int32, column of the newest; a scalar, or [B] to differ by row.
         """
         batch_size = tokens.shape[0]
+        index = jnp.broadcast_to(index, (batch_size,))[:, None]
         reason = jnp.zeros((batch_size,), jnp.int32)
         if self.sequences is not None:
             width = self.sequences.shape[1]
-            columns = index - width + 1 + jnp.arange(width, dtype=jnp.int32)
-            recent = jnp.where((columns >= 0)[None, :], tokens[:, jnp.maximum(columns, 0)], -2)
+            columns = index - width + 1 + jnp.arange(width, dtype=jnp.int32)[None, :]
+            recent = jnp.take_along_axis(tokens, jnp.maximum(columns, 0), axis=1, mode="clip")
+            recent = jnp.where(columns >= 0, recent, -2)
             wanted = self.sequences[None, :, :]
             equal = (recent[:, None, :] == wanted) | (wanted == -1)
             found = jnp.any(jnp.all(equal, axis=2), axis=1)
             reason = jnp.where(found, jnp.int32(StopReason.SEQUENCE), reason)
         if self.tokens is not None:
-            newest = jax.lax.dynamic_index_in_dim(tokens, index, axis=1)
+            newest = jnp.take_along_axis(tokens, index, axis=1, mode="clip")
             found = jnp.any(newest == self.tokens, axis=1)
             reason = jnp.where(found, jnp.int32(StopReason.TOKEN), reason)
         return reason

@@ -34,6 +34,8 @@ class Tokens(NamedTuple):
       log_decay: [B, T, H, D], compute dtype.
       beta: [B, T, H], compute dtype.
       segment: None, or [B, T] int32, how many resets lie at or before the token.
+      ancestry: None where each token follows the one before it, or [B, T, J] bool, whether token j
+        is t or an ancestor of it; j <= t.
     """
 
     q: jax.Array
@@ -42,6 +44,15 @@ class Tokens(NamedTuple):
     log_decay: jax.Array
     beta: jax.Array
     segment: jax.Array | None = None
+    ancestry: jax.Array | None = None
+
+    @property
+    def before(self) -> jax.Array:
+        """[T, J] or [B, T, J] bool, whether token j is t or comes before it."""
+        if self.ancestry is not None:
+            return self.ancestry
+        order = jnp.arange(self.k.shape[1])
+        return order[:, None] >= order[None]
 
 
 class Pairs(NamedTuple):
@@ -49,9 +60,9 @@ class Pairs(NamedTuple):
 
     Attributes:
       decay: [B, T, H, D], exp(G_t), from the last past record to the token.
-      key_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * k_t>, zero unless j < t; None where no
-        update depends on another one.
-      query_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * q_t>, zero unless j <= t.
+      key_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * k_t>, zero unless j comes before t; None
+        where no update depends on another one.
+      query_scores: [B, T, J, H], <k_j, exp(G_t - G_j) * q_t>, zero unless j is t or before it.
     """
 
     decay: jax.Array
@@ -77,11 +88,9 @@ class Records(NamedTuple):
 
 def relate(spec: ReplaySpec, tokens: Tokens) -> Pairs:
     """Decays and inner products among new tokens."""
-    num_tokens = tokens.k.shape[1]
-    order = jnp.arange(num_tokens)
-    decay = jnp.exp(_sums(spec, order[:, None] >= order[None], tokens.log_decay))
-    pair_decay = jnp.exp(_segment_sums(spec, tokens.log_decay))
-    solves = spec.rule == "delta" and num_tokens > 1
+    decay = jnp.exp(_sums(spec, tokens.before, tokens.log_decay))
+    pair_decay = jnp.exp(_segment_sums(spec, tokens))
+    solves = spec.rule == "delta" and tokens.k.shape[1] > 1
     return Pairs(
         decay=decay,
         key_scores=_scores(spec, tokens, tokens.k, pair_decay, strict=True) if solves else None,
@@ -302,10 +311,9 @@ def _fold_operands(spec: ReplaySpec, records: Records) -> tuple[jax.Array, jax.A
 def _scores(
     spec: ReplaySpec, tokens: Tokens, vectors: jax.Array, pair_decay: jax.Array, *, strict: bool
 ) -> jax.Array:
-    """<k_j, exp(G_t - G_j) * r_t>, zero unless j <= t (j < t if strict), as [B, T, J, H]."""
-    order = jnp.arange(vectors.shape[1])
-    mask = order[:, None] > order[None] if strict else order[:, None] >= order[None]
-    mask = mask[None]
+    """<k_j, exp(G_t - G_j) * r_t>, zero unless j is before t or (not strict) t, as [B, T, J, H]."""
+    mask = _strictly(tokens.before) if strict else tokens.before
+    mask = mask[None] if mask.ndim == 2 else mask
     if tokens.segment is not None:
         mask = mask & (tokens.segment[:, :, None] == tokens.segment[:, None, :])
     key = tokens.k.astype(spec.compute_dtype)
@@ -324,16 +332,28 @@ def _per_head(spec: ReplaySpec, x: jax.Array) -> jax.Array:
     return jnp.repeat(x, spec.heads_per_group, axis=2)
 
 
+def _strictly(before: jax.Array) -> jax.Array:
+    """`Tokens.before` without the token itself."""
+    order = jnp.arange(before.shape[-1])
+    itself = order[:, None] == order[None]
+    return before & ~(itself if before.ndim == 2 else itself[None])
+
+
 def _sums(spec: ReplaySpec, mask: jax.Array, g: jax.Array) -> jax.Array:
-    """[B, T, H, D]: for each t the sum of g over the j with mask[t, j]."""
-    return _einsum_exact("tj,bjhd->bthd", mask.astype(spec.compute_dtype), g)
+    """[B, T, H, D]: for each t the sum of g over the j with mask [T, J] or [B, T, J]."""
+    subscripts = "tj,bjhd->bthd" if mask.ndim == 2 else "btj,bjhd->bthd"
+    return _einsum_exact(subscripts, mask.astype(spec.compute_dtype), g)
 
 
-def _segment_sums(spec: ReplaySpec, g: jax.Array) -> jax.Array:
-    """[B, T, J, H, D]: the sum of g over the tokens after j up to t; 0 where j >= t."""
-    order = jnp.arange(g.shape[1])
-    within = (order[:, None] >= order[None])[:, None] & (order[:, None] < order[None])[None]
-    return _einsum_exact("tji,bihd->btjhd", within.astype(spec.compute_dtype), g)
+def _segment_sums(spec: ReplaySpec, tokens: Tokens) -> jax.Array:
+    """[B, T, J, H, D]: the sum of g over the tokens i with j < i <= t; 0 where j is not before t.
+
+    On a tree, i is on the way from j to t.
+    """
+    upto, after = tokens.before, jnp.swapaxes(_strictly(tokens.before), -1, -2)
+    within = (upto[..., :, None, :] & after[..., None, :, :]).astype(spec.compute_dtype)
+    subscripts = "tji,bihd->btjhd" if within.ndim == 3 else "btji,bihd->btjhd"
+    return _einsum_exact(subscripts, within, tokens.log_decay)
 
 
 def _einsum_exact(subscripts: str, *operands: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import pytest
 from documents import ROOT, python_blocks, run_blocks
 
 import replayssm_jax as rs
-from replayssm_jax import generate, layers, models
+from replayssm_jax import drafters, generate, layers, models, speculative
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -49,7 +49,8 @@ def test_reference_names_everything_public():
     public = [getattr(rs, name) for name in rs.__all__]
     for module in (layers, models):
         public += [x for x in vars(module).values() if inspect.isclass(x) or inspect.isfunction(x)]
-    public += [generate.generate, generate.stream]
+    public += [generate.generate, generate.stream, speculative.speculative_generate]
+    public += [drafters.Drafter, drafters.NGramDrafter, drafters.ModelDrafter]
     documented = [resolve(path) for path in REFERENCE]
     assert not [x for x in public if x not in documented]
     assert not [path for path in REFERENCE if inspect.ismodule(resolve(path))]

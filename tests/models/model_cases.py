@@ -135,13 +135,18 @@ def compile_quickly(patch, wrap=lambda f: f):
     `wrap` sees each of the Python functions before it is jitted.
     """
     parts = {
-        "_init": (("batch_size", "size", "decode", "ragged", "penalised", "unstack"), ()),
-        "_prefill": (("capacity", "unstack"), "state"),
-        "_decode": ("unstack", "carry"),
-        "_decode_chunk": (("chunk", "unstack"), "carry"),
+        ("generation", "_init"): (
+            ("batch_size", "size", "decode", "ragged", "penalised", "unstack"),
+            (),
+        ),
+        ("generation", "_prefill"): (("capacity", "unstack"), "state"),
+        ("generate", "_decode"): ("unstack", "carry"),
+        ("generate", "_decode_chunk"): (("chunk", "unstack"), "carry"),
+        ("speculative", "_start_drafting"): (("capacity", "unstack"), ()),
+        ("speculative", "_speculate"): ("unstack", ("rows", "drafting")),
     }
-    module = importlib.import_module("replayssm_jax.generate")
-    for name, (static, donated) in parts.items():
+    for (module, name), (static, donated) in parts.items():
+        module = importlib.import_module(f"replayssm_jax.{module}")
         f = wrap(getattr(module, name).__wrapped__)
         patch.setattr(module, name, jit(f, static_argnames=static, donate_argnames=donated))
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from model_cases import V, assert_close, compile_quickly, forward, jit, make_model, random_tokens
 
+from replayssm_jax import generation
 from replayssm_jax.generate import GenerateState, generate, stream
 from replayssm_jax.stopping import StopReason
 
@@ -235,11 +236,11 @@ def test_new_weights_and_options_go_through_the_same_loop():
         )
 
     run(model, 0)
-    sizes = module._prefill._cache_size(), module._decode._cache_size()
+    sizes = generation._prefill._cache_size(), module._decode._cache_size()
     for i in range(1, 6):
         params, opt_state = train(params, opt_state)
         run(nnx.merge(graphdef, params), i)
-    assert sizes == (module._prefill._cache_size(), module._decode._cache_size())
+    assert sizes == (generation._prefill._cache_size(), module._decode._cache_size())
 
 
 def test_prompts_of_length_zero(model):
@@ -273,8 +274,8 @@ def test_a_full_cache_ends_a_row_and_a_longer_prompt_raises(model):
 
 
 def test_under_the_callers_jit(model, monkeypatch):
-    for name in ("_init", "_prefill", "_decode"):
-        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    for part, name in ((generation, "_init"), (generation, "_prefill"), (module, "_decode")):
+        monkeypatch.setattr(part, name, getattr(part, name).__wrapped__)
     left, valid = padded("left")
 
     @jit
@@ -318,7 +319,7 @@ def test_impossible_arguments_raise(model):
 
 def compiled_loop(model, unstack=True):
     prompt = module.as_prompt(np.zeros((B, 4), np.int32))
-    control, carry = module._start(
+    control, carry = module.start(
         model,
         prompt,
         max_new_tokens=16,

@@ -35,6 +35,7 @@ from replayssm_jax.models import (
     partition_specs,
     shard_model,
 )
+from replayssm_jax.prompts import bucket
 
 B, SIZE = 8, 32
 CASES = list(itertools.product(FAMILIES, [(8, 1), (4, 2), (1, 8)]))
@@ -164,7 +165,7 @@ def test_generate_equals_one_device(family, mesh_shape):
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     assert_close(out.logprobs, expected.logprobs)
     model = on_mesh(family, mesh_shape)
-    control, carry = module._start(
+    control, carry = module.start(
         model,
         module.as_prompt(PROMPTS),
         max_new_tokens=N,
@@ -172,7 +173,7 @@ def test_generate_equals_one_device(family, mesh_shape):
         sampling=module.Sampling(**SAMPLED),
         stops=(None, None),
         pad_token=0,
-        capacity=module.bucket(N),
+        capacity=bucket(N),
         cache_size=None,
         decode="replay",
         state=None,

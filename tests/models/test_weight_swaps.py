@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from model_cases import compile_quickly, jit, make_model, random_tokens
 
+from replayssm_jax import generation
 from replayssm_jax.generate import generate
 
 module = importlib.import_module("replayssm_jax.generate")
@@ -82,8 +83,8 @@ def test_peak_memory_is_weights_their_unstacked_copy_and_the_cache(family, patte
     model = make(family, pattern)
     prompt = module.as_prompt(random_tokens(B, 5))
     make_state = dict(decode="replay", ragged=True, penalised=False, unstack=True)
-    state = module._init(model, B, SIZE, **make_state)
-    control, carry = module._start(
+    state = generation._init(model, B, SIZE, **make_state)
+    control, carry = module.start(
         model,
         prompt,
         max_new_tokens=N,
@@ -103,7 +104,7 @@ def test_peak_memory_is_weights_their_unstacked_copy_and_the_cache(family, patte
     # The bound that users may count on.
     bound = 1.05 * size((model, copied, carry))
     for lowered in (
-        module._prefill.lower(model, prompt, state, control, N, True),
+        generation._prefill.lower(model, prompt, state, control, N, True),
         module._decode.lower(model, carry, control, True),
     ):
         memory = lowered.compile().memory_analysis()

@@ -1,0 +1,242 @@
+"""Drafters of speculative decoding: what guesses the next tokens for the target to verify.
+
+A drafter is a pytree (its weights are arguments of the compiled loop) with the three methods of
+`Drafter`. Whatever it proposes, the output is the target's: a poor one only costs speed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax.models.cache import HybridCache
+from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.prompts import Prompt
+from replayssm_jax.sampling import Sampling, draw_from, shape_logits
+from replayssm_jax.spec import check_int, round_up
+
+# Folded into a row's key: the target folds positions, which are smaller.
+_DRAFTING = 1 << 31
+
+
+class Turn(NamedTuple):
+    """Where a round of drafting starts.
+
+    Attributes:
+      token: int32 [B], the newest token, which the drafter has not observed yet.
+      position: int32 [B], its position.
+      live: bool [B], rows that go on; what is proposed for others is not looked at.
+      sampling: how the target samples.
+      keys: [B] keys of the rows, None where all are greedy.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    live: jax.Array
+    sampling: Sampling
+    keys: jax.Array | None
+
+
+class Drafts(NamedTuple):
+    """Proposed tokens.
+
+    Attributes:
+      tokens: int32 [B, n], to follow the newest token. One outside the vocabulary ends a row's.
+      lengths: int32 [B] in [0, n], how many of them each row proposes.
+      logits: float32 [B, n, V], of the distribution that each draft was drawn from, independently
+        of the target's randomness; None where the drafts depend on nothing random.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    logits: jax.Array | None = None
+
+
+class Drafter(Protocol):
+    """What `speculative_generate` asks of a drafter; all of it runs inside one compiled loop."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Static n, most drafts of one round."""
+
+    def start(self, prompt: Prompt, capacity: int) -> Any:
+        """Return the state of B rows that have observed `prompt`, with room for `capacity` more."""
+
+    def propose(self, state: Any, turn: Turn) -> tuple[Drafts, Any]:
+        """Draft tokens that follow `turn.token`."""
+
+    def observe(self, state: Any, tokens: jax.Array, kept: jax.Array) -> Any:
+        """Learn what came of it: the first `kept` [B] of `tokens` [B, 1 + n] count.
+
+        `tokens` are the newest token and the drafts; 0 are kept in rows that have ended.
+        """
+
+
+class NGramState(NamedTuple):
+    """Tokens so far, [B, L] int32 from the front of each row, and how many, [B] int32."""
+
+    tokens: jax.Array
+    length: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=(), meta_fields=("num_drafts", "longest", "least")
+)
+@dataclasses.dataclass(frozen=True)
+class NGramDrafter:
+    """Prompt lookup: the tokens that followed the last occurrence of the newest n-gram.
+
+    The longest match wins, then the newest. A match that overlaps its own continuation goes on
+    with the same period. Rows without a match propose nothing.
+
+    Attributes:
+      num_drafts: most drafts of a round.
+      longest: tokens of the longest n-gram that is looked for.
+      least: tokens that must match for a row to propose anything.
+    """
+
+    num_drafts: int = 3
+    longest: int = 3
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_drafts", "longest", "least"):
+            check_int(name, getattr(self, name))
+        if self.least > self.longest:
+            raise ValueError(
+                f"least must be at most longest, found least={self.least} and "
+                f"longest={self.longest}"
+            )
+
+    def start(self, prompt: Prompt, capacity: int) -> NGramState:
+        """Return the state of rows that hold the prompt."""
+        tokens, valid = prompt
+        batch_size, width = tokens.shape
+        length = jnp.full((batch_size,), width, jnp.int32)
+        if valid is not None:
+            order = jnp.argsort(~valid, axis=1, stable=True)
+            tokens = jnp.take_along_axis(tokens, order, axis=1)
+            length = jnp.sum(valid, axis=1, dtype=jnp.int32)
+        return NGramState(jnp.pad(tokens, ((0, 0), (0, capacity + 1))), length)
+
+    def propose(self, state: NGramState, turn: Turn) -> tuple[Drafts, NGramState]:
+        """Look the newest tokens up in what came before them."""
+        tokens = _write(state, turn.token[:, None], jnp.ones_like(state.length))
+        newest = state.length[:, None]
+        size = tokens.shape[1]
+        ends = jnp.arange(size, dtype=jnp.int32)[None, :]
+        matches = jnp.broadcast_to(ends < newest, tokens.shape)
+        matched = jnp.zeros(tokens.shape, jnp.int32)
+        for back in range(self.longest):
+            wanted = jnp.take_along_axis(tokens, newest - back, axis=1, mode="clip")
+            found = jnp.pad(tokens, ((0, 0), (back, 0)))[:, :size]
+            matches &= (found == wanted) & (ends >= back)
+            matched += matches.astype(jnp.int32)
+        rank = jnp.where(matched > 0, matched * size + ends, 0)
+        best = jnp.argmax(rank, axis=1).astype(jnp.int32)[:, None]
+        enough = jnp.take_along_axis(matched, best, axis=1)[:, 0] >= self.least
+        period = jnp.maximum(newest - best, 1)
+        ahead = jnp.arange(self.num_drafts, dtype=jnp.int32)[None, :]
+        drafts = jnp.take_along_axis(tokens, best + 1 + ahead % period, axis=1, mode="clip")
+        return Drafts(drafts, jnp.where(enough, jnp.int32(self.num_drafts), 0)), state
+
+    def observe(self, state: NGramState, tokens: jax.Array, kept: jax.Array) -> NGramState:
+        """Append the tokens that count."""
+        return NGramState(_write(state, tokens, kept), state.length + kept)
+
+
+def _write(state: NGramState, new: jax.Array, count: jax.Array) -> jax.Array:
+    """The tokens with the first `count` [B] of `new` [B, T] behind them."""
+    steps = jnp.arange(new.shape[1], dtype=jnp.int32)[None, :]
+    at = jnp.where(steps < count[:, None], state.length[:, None] + steps, state.tokens.shape[1])
+    rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+    return state.tokens.at[rows, at].set(new, mode="drop")
+
+
+class ModelDrafterState(NamedTuple):
+    """The draft model's cache, and the newest token [B] where it `lags` ([B] int32, 0 or 1)."""
+
+    cache: HybridCache
+    unseen: jax.Array
+    lag: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("num_drafts",)
+)
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """A smaller `HybridLM` with the target's vocabulary, which samples as the target does.
+
+    It drafts by replay: each pass verifies all drafts so far and commits none of them, so its own
+    convolutions, rings and KV caches roll back with the target's.
+
+    Attributes:
+      model: with `max_tokens` of at least 1 + num_drafts.
+      num_drafts: drafts of a round.
+    """
+
+    model: HybridLM
+    num_drafts: int = 3
+
+    def start(self, prompt: Prompt, capacity: int) -> ModelDrafterState:
+        """Prefill the draft model."""
+        tokens, valid = prompt
+        batch_size, width = tokens.shape
+        check_int("num_drafts", self.num_drafts)
+        most = self.model.config.max_tokens
+        if most <= self.num_drafts:
+            raise ValueError(
+                f"{self.num_drafts} drafts need max_tokens={self.num_drafts + 1} of the draft "
+                f"model, found max_tokens={most}"
+            )
+        size = round_up(width + capacity + self.num_drafts + 1, 64)
+        cache = self.model.init_cache(batch_size, size)
+        _, cache = self.model.prefill(tokens, cache, valid=valid, last_only=True)
+        zeros = jnp.zeros((batch_size,), jnp.int32)
+        return ModelDrafterState(cache, zeros, jnp.zeros_like(zeros))
+
+    def propose(self, state: ModelDrafterState, turn: Turn) -> tuple[Drafts, ModelDrafterState]:
+        """Draft token by token; all of them stay pending in the draft model's cache."""
+        batch_size = turn.token.shape[0]
+        rows = jnp.arange(batch_size, dtype=jnp.int32)
+        sampling = dataclasses.replace(turn.sampling, repetition_penalty=None)
+        keys = turn.keys
+        if keys is not None:
+            keys = jax.vmap(lambda key: jax.random.fold_in(key, jnp.uint32(_DRAFTING)))(keys)
+        line = jnp.zeros((batch_size, self.num_drafts + 1), jnp.int32)
+        line = line.at[:, 0].set(state.unseen).at[rows, state.lag].set(turn.token)
+
+        def draft(carry: tuple[Any, Any], i: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            line, cache = carry
+            last = state.lag + i
+            lengths = jnp.where(turn.live, last + 1, 0)
+            logits, cache = self.model.verify(line, cache, lengths=lengths)
+            logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+            if sampling.temperature is None:
+                token, shaped = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            else:
+                assert keys is not None
+                shaped = shape_logits(sampling, logits)
+                token = draw_from(shaped, keys, turn.position + 1 + i)
+            line = line.at[rows, last + 1].set(token, mode="drop")
+            return (line, cache), (token, shaped)
+
+        steps = jnp.arange(self.num_drafts, dtype=jnp.int32)
+        (_, cache), (tokens, logits) = jax.lax.scan(draft, (line, state.cache), steps)
+        logits = None if logits is None else jnp.moveaxis(logits, 0, 1)
+        drafts = Drafts(tokens.T, jnp.full((batch_size,), self.num_drafts, jnp.int32), logits)
+        return drafts, state._replace(cache=cache)
+
+    def observe(
+        self, state: ModelDrafterState, tokens: jax.Array, kept: jax.Array
+    ) -> ModelDrafterState:
+        """Commit what counts. The last draft was never run: where it counts, the model lags."""
+        seen = jnp.where(kept > 0, state.lag + jnp.minimum(kept, self.num_drafts), 0)
+        cache = self.model.commit(state.cache, seen)
+        lag = (kept > self.num_drafts).astype(jnp.int32)
+        return ModelDrafterState(cache, tokens[:, -1], lag)

@@ -1,0 +1,245 @@
+"""What generate and speculative_generate share: their output, their arguments, their prefill."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replayssm_jax.layers.mixer import Decode
+from replayssm_jax.models.cache import HybridCache
+from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.models.restack import unstack_layers
+from replayssm_jax.prompts import Prompt, bucket, known
+from replayssm_jax.sampling import Sampling, row_keys
+from replayssm_jax.spec import round_up
+from replayssm_jax.stopping import StopReason, Stops
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateState:
+    """Where a generation stands, to go on from: it has seen the prompt and every new token.
+
+    Attributes:
+      cache: of the model.
+      logits: float32 [B, V], of the next token.
+      seen: [B, V] bool, tokens so far; None unless a repetition penalty was in use.
+    """
+
+    cache: HybridCache
+    logits: jax.Array
+    seen: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """What `generate` returns.
+
+    Attributes:
+      tokens: [B, N] int32, the new tokens, a stop token or sequence included; then `pad_token`.
+      lengths: [B] int32, new tokens of each row.
+      stop_reason: [B] int32, a `StopReason`.
+      logprobs: [B, N] float32, log_softmax(logits / temperature) of each token, untruncated and
+        without penalty; a greedy row counts as temperature 1. 0 after the end.
+      sampling_logprobs: [B, N] float32, of the distribution that the token was drawn from, after
+        penalty and truncation; 0 for greedy rows and after the end.
+      state: with `return_state`, where to go on from.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    stop_reason: jax.Array
+    logprobs: jax.Array
+    sampling_logprobs: jax.Array
+    state: GenerateState | None = None
+
+
+class Control(NamedTuple):
+    """What steers the loop and does not change in it."""
+
+    sampling: Sampling
+    stops: Stops
+    keys: jax.Array | None
+    limits: jax.Array
+    pad_token: jax.Array
+
+
+class Carry(NamedTuple):
+    """What the loop of `generate` carries: the rows' states, and what they have emitted.
+
+    `column` is the next one of `tokens` [B, capacity] in `generate`, whose rows move together.
+    """
+
+    state: GenerateState
+    column: jax.Array
+    done: jax.Array
+    reason: jax.Array
+    counts: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+    sampling_logprobs: jax.Array
+
+
+def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
+    """Columns to return, and to compile for."""
+    if isinstance(max_new_tokens, jax.core.Tracer):
+        if capacity is None:
+            raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
+        return capacity, capacity
+    limits = np.asarray(max_new_tokens)
+    if not np.issubdtype(limits.dtype, np.integer) or limits.min(initial=0) < 0:
+        raise ValueError(f"max_new_tokens must be integers of at least 0, found {limits.tolist()}")
+    width = int(limits.max(initial=0))
+    if capacity is None:
+        return width, bucket(width)
+    return min(width, capacity), capacity
+
+
+def empty_output(width: int) -> GenerateOutput:
+    """Return the output of a batch without rows."""
+    zeros = jnp.zeros((0, width), jnp.float32)
+    rows = jnp.zeros((0,), jnp.int32)
+    return GenerateOutput(zeros.astype(jnp.int32), rows, rows, zeros, zeros)
+
+
+def start(
+    model: HybridLM,
+    prompt: Prompt,
+    *,
+    max_new_tokens: Any,
+    key: jax.Array | None,
+    sampling: Sampling,
+    stops: tuple[Any, Any],
+    pad_token: int,
+    capacity: int,
+    cache_size: int | None,
+    decode: Decode,
+    state: GenerateState | None,
+    ragged: bool,
+    unstack: bool,
+) -> tuple[Control, Carry]:
+    """Check the arguments and prefill."""
+    batch_size, width = prompt.tokens.shape
+    keys = row_keys(key, batch_size)
+    if sampling.temperature is not None and keys is None:
+        raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
+    sampling = sampling.checked(batch_size)
+    if np.shape(max_new_tokens) not in ((), (batch_size,)):
+        raise ValueError(
+            f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
+        )
+    limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
+    if state is None:
+        state = _init(
+            model,
+            batch_size,
+            cache_size or round_up(width + capacity, 64),
+            decode=decode,
+            ragged=ragged,
+            penalised=sampling.repetition_penalty is not None,
+            unstack=unstack,
+        )
+    elif sampling.repetition_penalty is not None and state.seen is None:
+        raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
+    _check_room(prompt, state.cache)
+    control = Control(
+        sampling=sampling,
+        stops=Stops.make(batch_size, *stops),
+        keys=keys,
+        limits=limits,
+        pad_token=jnp.asarray(pad_token, jnp.int32),
+    )
+    return control, _prefill(model, prompt, state, control, capacity, unstack)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("batch_size", "size", "decode", "ragged", "penalised", "unstack")
+)
+def _init(
+    model: HybridLM,
+    batch_size: int,
+    size: int,
+    *,
+    decode: Decode,
+    ragged: bool,
+    penalised: bool,
+    unstack: bool,
+) -> GenerateState:
+    """Make the state of empty rows: one program, and on a mesh every part where it belongs."""
+    model = unstack_layers(model) if unstack else model
+    shape = batch_size, model.config.vocab_size
+    return GenerateState(
+        cache=model.init_cache(batch_size, size, decode=decode, ragged=ragged),
+        logits=jnp.zeros(shape, jnp.float32),
+        seen=jnp.zeros(shape, bool) if penalised else None,
+    )
+
+
+def _check_room(prompt: Prompt, cache: HybridCache) -> None:
+    size = cache.size
+    if size is None:
+        return
+    valid = prompt.valid
+    used: Any = cache.progress.position
+    counts: Any = prompt.tokens.shape[1]
+    if valid is not None:
+        counts = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    total = known(used + counts)
+    if total is None:
+        return
+    longest = int(total.max())
+    if longest > size:
+        raise ValueError(f"the prompt needs {longest} positions, the cache holds {size}")
+
+
+@functools.partial(jax.jit, static_argnames=("capacity", "unstack"), donate_argnames="state")
+def _prefill(
+    model: HybridLM,
+    prompt: Prompt,
+    state: GenerateState,
+    control: Control,
+    capacity: int,
+    unstack: bool,
+) -> Carry:
+    model = unstack_layers(model) if unstack else model
+    tokens, valid = prompt
+    batch_size, width = tokens.shape
+    logits, seen = state.logits, state.seen
+    cache = state.cache
+    if width:
+        new, cache = model.prefill(tokens, cache, valid=valid, last_only=True)
+        if valid is None:
+            logits = new
+        else:
+            logits = jnp.where(jnp.any(valid, axis=1)[:, None], new, logits)
+        if seen is not None:
+            rows = jnp.arange(batch_size)[:, None]
+            at = tokens if valid is None else jnp.where(valid, tokens, seen.shape[1])
+            seen = seen.at[rows, at].set(True, mode="drop")
+    counts = jnp.zeros((batch_size,), jnp.int32)
+    done = room(control, cache, counts, capacity) <= 0
+    zeros = jnp.zeros((batch_size, capacity), jnp.float32)
+    return Carry(
+        state=GenerateState(cache, logits, seen),
+        column=jnp.zeros((), jnp.int32),
+        done=done,
+        reason=jnp.where(done, jnp.int32(StopReason.LENGTH), 0),
+        counts=counts,
+        tokens=jnp.full((batch_size, capacity), control.pad_token, jnp.int32),
+        logprobs=zeros,
+        sampling_logprobs=zeros,
+    )
+
+
+def room(control: Control, cache: HybridCache, counts: jax.Array, capacity: int) -> jax.Array:
+    """Return how many more tokens each row may emit, int32 [B]: its limit, or the cache's end."""
+    left = jnp.minimum(control.limits, capacity) - counts
+    if cache.size is None:
+        return left
+    return jnp.minimum(left, cache.size - cache.progress.position)

@@ -8,6 +8,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Compiled programs are mapped into memory for good, and a process may have 65,530 maps."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items):
     if jax.default_backend() == "gpu":
         return

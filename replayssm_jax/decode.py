@@ -59,7 +59,7 @@ def verify(
         smaller than its own, or -1 for the last committed token. Several may follow one: every
         token sees its own ancestors alone. Runs on "xla".
       implementation: None for the best that supports the case, or "xla" or "mosaic_gpu" (Pallas
-        kernels for Hopper GPUs); a named one that cannot run raises.
+        kernels for Hopper and Blackwell GPUs); a named one that cannot run raises.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state with T (or `lengths`) pending

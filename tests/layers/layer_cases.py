@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from random_modules import filled
 
 from replayssm_jax.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
 
@@ -37,27 +38,6 @@ def unfilled(family, **options):
 
 def make_layer(family, seed=0, **options):
     return filled(lambda: unfilled(family, **options), seed)
-
-
-def filled(make, seed=0):
-    """The module that `make` builds, with every parameter random, none 0 or 1 by initialisation."""
-    graphdef, state = nnx.split(nnx.eval_shape(make))
-    rng = np.random.default_rng(seed)
-
-    def fill(path, leaf):
-        name = next(key.key for key in reversed(path) if isinstance(getattr(key, "key", 0), str))
-        noise = rng.normal(size=leaf.shape)
-        if name in ("scale", "D"):
-            noise = 1 + 0.1 * noise
-        elif name == "A_log":
-            noise = np.log(rng.uniform(1, 16, leaf.shape))
-        elif name == "dt_bias":
-            noise = noise - 3
-        else:
-            noise = noise * leaf.shape[-2 if len(leaf.shape) > 1 else -1] ** -0.5
-        return jnp.asarray(noise, leaf.dtype)
-
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
 
 
 def hidden(num_tokens, seed=0, dtype=jnp.float32, batch_size=B):

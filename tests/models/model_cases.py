@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from random_modules import filled
 
 from replayssm_jax.models import (
     AttentionConfig,
@@ -52,25 +53,7 @@ def make_model(family, seed=0, dtype=jnp.float32, **options):
 
 
 def build(config, seed=0, dtype=jnp.float32):
-    """The model with random parameters that make its logits far from uniform."""
-    abstract = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype))
-    graphdef, state = nnx.split(abstract)
-    rng = np.random.default_rng(seed)
-
-    def fill(path, leaf):
-        name = next(key.key for key in reversed(path) if isinstance(getattr(key, "key", 0), str))
-        noise = rng.normal(size=leaf.shape)
-        if name in ("scale", "D"):
-            noise = 1 + 0.1 * noise
-        elif name == "A_log":
-            noise = np.log(rng.uniform(1, 16, leaf.shape))
-        elif name == "dt_bias":
-            noise = noise - 3
-        elif name != "embedding":
-            noise = noise * leaf.shape[-2 if len(leaf.shape) > 1 else -1] ** -0.5
-        return jnp.asarray(noise, leaf.dtype)
-
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
+    return filled(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype), seed)
 
 
 def random_tokens(batch_size, num_tokens, seed=0):

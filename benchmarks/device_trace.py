@@ -71,7 +71,9 @@ def shares(devices: Sequence[Sequence[Kernel]]) -> dict[str, Any]:
         by_kind = collections.Counter[str]()
         for k in kernels:
             by_kind[kind(k.name)] += (k.end - k.start) / span
-            longest[k.name] += (k.end - k.start) / span / len(devices)
+            # One name for all layers: instructions are numbered.
+            name = re.sub(r"\.\d+\b", "", k.name)
+            longest[name] += (k.end - k.start) / span / len(devices)
         rows.append((covered(moving), busy - covered(rest), span - busy, span, by_kind))
     count = len(rows)
 

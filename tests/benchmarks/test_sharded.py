@@ -52,6 +52,43 @@ def test_meshes_are_measured_and_saved(tmp_path, capsys):
     assert "replay 1x2, batch 8" in capsys.readouterr().out
 
 
+def test_patterns_are_cut_to_mixers():
+    assert sharded.first_mixers("M-M-MM-A", 1) == "M-"
+    assert sharded.first_mixers("M-M-MM-A", 3) == "M-M-M"
+    assert sharded.first_mixers("M-M-MM-A", 6) == "M-M-MM-AM-"
+
+
+def test_what_moves_a_cache_or_differs_is_not_reported(monkeypatch, tmp_path, capsys):
+    """The others are: here one mesh's float32 check fails, and the other's program moves a ring."""
+    logits = np.zeros((8, 2))
+
+    class Program:
+        collectives, kernel, held = {}, "xla", None
+
+        def __init__(self, mesh, check):
+            self.off = float(check and mesh == "2x1")
+            self.refused = "it moves a ring" if mesh == "1x2" else None
+
+        def first(self):
+            return np.zeros((8, 2), int), logits + 1 + self.off
+
+        def contender(self):
+            return harness.Contender(lambda _: None)
+
+    def compile_all(cases, threads):
+        return {key: Program(key[2], key[0] == "check") for key in cases}
+
+    monkeypatch.setattr(sharded, "compile_all", compile_all)
+    for name in ("make_model", "in_float32", "on_mesh"):
+        monkeypatch.setattr(sharded, name, lambda *_: None)
+    argv = ["--tiny", "--family", "mamba2", "--scheme", "replay", "--no-profile", "--repeats", "2"]
+    assert sharded.main([*argv, "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "replay 2x1 in float32: relative error" in printed and "it moves a ring" in printed
+    (path,) = tmp_path.glob("*.json")
+    assert [row["implementation"] for row in json.loads(path.read_text())["rows"]] == ["replay 1x1"]
+
+
 def test_efficiencies():
     times = {
         ("replay", "1x1", 4): 6.0,
@@ -136,7 +173,8 @@ def test_shares_of_a_trace():
     one = [
         Kernel("nvjet_gemm dot.3", 0, 40),
         Kernel("ncclDevKernel_AllReduce all-reduce.1", 30, 60),
-        Kernel("replay_step", 70, 100),
+        Kernel("replay_step replay_step.1", 70, 80),
+        Kernel("replay_step replay_step.23", 80, 100),
     ]
     two = [Kernel("input_add_reduce_fusion", 0, 50)]
     found = device_trace.shares([one, two])
@@ -146,6 +184,7 @@ def test_shares_of_a_trace():
     kinds = {"collective": 0.15, "matmul": 0.2, "other": 0.5, "recurrence": 0.15}
     assert found["kernel_shares"] == pytest.approx(kinds)
     assert next(iter(found["longest_kernels"])) == "input_add_reduce_fusion"
+    assert found["longest_kernels"]["replay_step replay_step"] == pytest.approx(0.15)
 
 
 SPACE = """

@@ -56,6 +56,7 @@ from replayssm_jax.models import (
     partition_specs,
     shard_model,
 )
+from replayssm_jax.models.build import build_block
 
 # Name, the blocks that repeat (M the mixer, A attention, - the MLP), and shapes.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -135,8 +136,26 @@ def make_config(family: str, args: argparse.Namespace) -> HybridConfig:
 
 
 def make_model(config: HybridConfig, dtype: Any) -> HybridLM:
-    make = nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype))
-    return make()
+    """A model with random parameters, from one program for each kind of block."""
+    kw: dict[str, Any] = dict(dtype=dtype, param_dtype=dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def block(layer: LayerConfig, key: jax.Array) -> dict:
+        return nnx.to_pure_dict(nnx.state(build_block(config, layer, **kw, rngs=nnx.Rngs(key))))
+
+    @jax.jit
+    def ends(key: jax.Array) -> dict:
+        short = dataclasses.replace(config, layers=(LayerConfig((), config.mlp),))
+        return nnx.to_pure_dict(nnx.state(HybridLM(short, **kw, rngs=nnx.Rngs(key))))
+
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, **kw, rngs=nnx.Rngs(0))))
+    first, *keys = jax.random.split(jax.random.key(0), len(config.blocks) + 1)
+    drawn = ends(first)
+    drawn["blocks"] = {
+        i: block(*one) for i, one in enumerate(zip(config.blocks, keys, strict=True))
+    }
+    nnx.replace_by_pure_dict(state, drawn)
+    return nnx.merge(graphdef, state)
 
 
 def in_float32(model: HybridLM) -> HybridLM:

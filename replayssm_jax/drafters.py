@@ -327,3 +327,101 @@ class MTPDrafter:
         """Nothing to learn: the target's hidden state knows."""
         del tokens, kept
         return state
+
+
+class AdaptiveState(NamedTuple):
+    """The drafter's own state, how many drafts were accepted and tested lately, float32 [B], and
+    how many are proposed now, int32 [B].
+    """
+
+    inner: Any
+    accepted: jax.Array
+    tested: jax.Array
+    proposed: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("drafter",),
+    meta_fields=("cost", "memory", "prior"),
+)
+@dataclasses.dataclass(frozen=True)
+class AdaptiveDrafter:
+    """Another drafter, of whose drafts each row proposes as many as its acceptance makes pay.
+
+    From the drafts of a row that were accepted and refused lately follows its probability a that
+    a draft is accepted where those before it are. A round with n drafts emits 1 + a + ... + a^n
+    tokens in expectation (arXiv:2211.17192, equation 1) and costs 1 + n cost: each row takes the n
+    with the best ratio. Rows that propose nothing fall back to the prior, so they try again.
+
+    It depends on what came of earlier rounds alone, so tokens keep the target's distribution. The
+    width of a pass is static: what shorter drafts save is ring space, hence flushes, and the work
+    of kernels that skip what is not real.
+
+    Attributes:
+      drafter: what proposes.
+      cost: time that one more draft adds, in times of a pass without any; drafting included.
+      memory: weight of what came before a round, in [0, 1).
+      prior: acceptance that a row starts from, worth one tested draft.
+    """
+
+    drafter: Drafter
+    cost: float = 0.1
+    memory: float = 0.9
+    prior: float = 0.7
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "cost": self.cost > 0,
+            "memory": 0 <= self.memory < 1,
+            "prior": 0 < self.prior < 1,
+        }
+        wanted = {"cost": "above 0", "memory": "in [0, 1)", "prior": "in (0, 1)"}
+        for name, allowed in ranges.items():
+            if not allowed:
+                raise ValueError(f"{name} must be {wanted[name]}, found {getattr(self, name)}")
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of one round, the other drafter's."""
+        return self.drafter.num_drafts
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the other drafter does."""
+        return reads_hidden(self.drafter)
+
+    def start(self, prompt: Prompt, capacity: int) -> AdaptiveState:
+        """Start the other drafter; nothing is known of its drafts."""
+        zeros = jnp.zeros((prompt.tokens.shape[0],), jnp.float32)
+        inner = self.drafter.start(prompt, capacity)
+        return AdaptiveState(inner, zeros, jnp.zeros_like(zeros), zeros.astype(jnp.int32))
+
+    def propose(self, state: AdaptiveState, turn: Turn) -> tuple[Drafts, AdaptiveState]:
+        """Propose the first of the other drafter's drafts."""
+        drafts, inner = self.drafter.propose(state.inner, turn)
+        lengths = jnp.minimum(drafts.lengths, self.best_length(state))
+        return drafts._replace(lengths=lengths), state._replace(inner=inner, proposed=lengths)
+
+    def best_length(self, state: AdaptiveState) -> jax.Array:
+        """Return int32 [B] in [0, num_drafts], the drafts that pay best."""
+        rate = (state.accepted + self.prior) / (state.tested + 1)
+        drafts = jnp.arange(self.num_drafts + 1, dtype=jnp.float32)[None, :]
+        emitted = jnp.cumsum(rate[:, None] ** drafts, axis=1)
+        return jnp.argmax(emitted / (1 + self.cost * drafts), axis=1).astype(jnp.int32)
+
+    def observe(self, state: AdaptiveState, tokens: jax.Array, kept: jax.Array) -> AdaptiveState:
+        """Count what was accepted, and the one that was refused."""
+        accepted = jnp.maximum(kept - 1, 0)
+        tested = jnp.minimum(accepted + 1, state.proposed)
+        on, keep = kept > 0, jnp.float32(self.memory)
+
+        def count(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(on, keep * old + new.astype(jnp.float32), old)
+
+        return AdaptiveState(
+            self.drafter.observe(state.inner, tokens, kept),
+            count(state.accepted, accepted),
+            count(state.tested, tested),
+            state.proposed,
+        )

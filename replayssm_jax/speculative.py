@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,7 @@ def speculative_generate(
     bos_token: int | None = None,
     capacity: int | None = None,
     cache_size: int | None = None,
+    decode: Literal["replay", "snapshot"] = "replay",
     state: GenerateState | None = None,
     return_state: bool = False,
     unstack: bool = True,
@@ -112,6 +113,8 @@ def speculative_generate(
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for.
       cache_size: positions of the target's KV caches.
+      decode: "replay", or "snapshot" for conventional decoding with a state for each draft: what
+        replay is compared with.
       state: from an earlier call, of `generate` too, with `return_state`; donated. The drafter
         sees `prompt` alone, not what came before it.
       return_state: return the state.
@@ -157,7 +160,7 @@ def speculative_generate(
         pad_token=pad_token,
         capacity=capacity,
         cache_size=cache_size,
-        decode="replay",
+        decode=decode,
         state=state,
         ragged=True,
         unstack=unstack,

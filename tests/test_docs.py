@@ -51,7 +51,7 @@ def test_reference_names_everything_public():
         public += [x for x in vars(module).values() if inspect.isclass(x) or inspect.isfunction(x)]
     public += [generate.generate, generate.stream, speculative.speculative_generate]
     public += [drafters.Drafter, drafters.NGramDrafter, drafters.ModelDrafter]
-    public += [drafters.MTPDrafter]
+    public += [drafters.MTPDrafter, drafters.AdaptiveDrafter]
     documented = [resolve(path) for path in REFERENCE]
     assert not [x for x in public if x not in documented]
     assert not [path for path in REFERENCE if inspect.ismodule(resolve(path))]

@@ -149,7 +149,8 @@ class HybridLM(nnx.Module):
           batch_size: B.
           size: positions that the KV caches can hold; attention does not see tokens past them.
           dtype: of KV caches and convolution histories, the model's by default.
-          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          decode: "replay", or for conventional decoding of the same weights "recurrent", or
+            "snapshot" where drafts must be rolled back.
           ragged: whether each row has its own replay pointer; with False all rows move together,
             which `lengths` of `verify` and per-row `accepted` of `commit` do not allow.
         """
@@ -267,7 +268,7 @@ class HybridLM(nnx.Module):
 
         Args:
           tokens: int32 [B, T].
-          cache: from `init_cache` with decode="replay".
+          cache: from `init_cache`, with decode="replay" or "snapshot".
           lengths: [B] int32, how many drafts of each row are real; 0 leaves the row as it is.
 
         Returns:
@@ -281,9 +282,10 @@ class HybridLM(nnx.Module):
     ) -> tuple[jax.Array, HybridCache]:
         """As `verify`, with hidden states [B, T, d_model] in place of logits."""
         _check_tokens(tokens, cache)
-        if cache.pointer is None and any(set(b.mixers) - {"attention"} for b in self.config.blocks):
+        if not cache.rolls_back:
             raise ValueError(
-                'conventional decoding cannot roll back drafts: make the cache with decode="replay"'
+                "conventional decoding cannot roll back drafts: make the cache with "
+                'decode="replay" or "snapshot"'
             )
         if not 1 <= tokens.shape[1] <= self.config.max_tokens:
             raise ValueError(

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from model_cases import (
     FAMILIES,
     V,
@@ -95,34 +93,6 @@ def schedule(model, tokens, expected, draw_lengths, draw_accepted, num_rounds):
         at += accepted
     np.testing.assert_array_equal(cache.progress.position, at)
     return cache, at
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**31))
-def test_any_schedule_of_drafts_equals_conventional_decoding(family, seed):
-    model = make_model(family)
-    tokens = random_tokens(B, T)
-    expected = conventional(family)
-    rng = np.random.default_rng(seed)
-    cache, at = schedule(
-        model,
-        tokens,
-        expected,
-        lambda _: rng.choice([0, 1, 2, 3, 4], size=B),
-        lambda _: rng.integers(0, 5, size=B),
-        12,
-    )
-    # One token more, by itself: no draft of any row has left a trace.
-    live = at < T
-    logits, _ = step(
-        model,
-        tokens[np.arange(B), np.minimum(at, T - 1)],
-        cache,
-        jnp.asarray(live, jnp.int32),
-    )
-    for b in np.flatnonzero(live):
-        assert_close(logits[b], expected[b, at[b]])
 
 
 @pytest.mark.parametrize("accepted", range(5))

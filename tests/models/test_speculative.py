@@ -14,7 +14,13 @@ from model_cases import FAMILIES, V, compile_quickly, forward, jit, make_model
 from random_modules import filled
 
 import replayssm_jax as rs
-from replayssm_jax.drafters import Drafts, ModelDrafter, MTPDrafter, NGramDrafter
+from replayssm_jax.drafters import (
+    AdaptiveDrafter,
+    Drafts,
+    ModelDrafter,
+    MTPDrafter,
+    NGramDrafter,
+)
 from replayssm_jax.generate import generate
 from replayssm_jax.generation import GenerateState
 from replayssm_jax.models import MTPHeads, distillation_loss
@@ -96,6 +102,20 @@ def test_greedy_tokens_are_those_of_generate_whatever_is_drafted(family):
     assert (np.asarray(out.accepted) > 0).all()
     assert (np.asarray(out.accepted) < np.asarray(out.proposed)).all()
     np.testing.assert_array_equal(out.state.cache.progress.position, [len(p) + N for p in PROMPTS])
+
+
+def test_snapshots_speculate_too():
+    """Conventional decoding with a state for each draft: what replay is compared with."""
+    model, wanted = make_model("mamba2"), expected("mamba2")
+    drafter = scripted(wanted.tokens, 2)
+    options = dict(max_new_tokens=N, return_state=True)
+    out = speculative_generate(model, PROMPTS, drafter, decode="snapshot", **options)
+    assert_same(out, wanted)
+    assert (np.asarray(out.accepted) > 0).all()
+    states = out.state.cache.layers[0][0].state.states
+    spec = model.blocks[0].mixers[0].spec
+    assert states.shape == (B, 1 + model.config.max_tokens, *spec.state_shape(B)[1:])
+    assert out.state.cache.pointer is None
 
 
 def test_all_right_all_wrong_and_no_drafts():
@@ -346,6 +366,37 @@ def test_heads_learn_what_the_target_says_next():
     assert rate[1] > max(0.5, 2 * rate[0]), rate
 
 
+def test_rows_draft_as_much_as_pays():
+    """A row that is always right goes on with all it has, one that is always wrong with few."""
+    model, wanted = make_model("gated_delta_net"), expected()
+    tokens = jnp.stack([wanted.tokens[0], (wanted.tokens[1] + 1) % V, wanted.tokens[2]])
+    lengths = jnp.array([[3], [3], [0]], jnp.int32) * jnp.ones((B, N), jnp.int32)
+    drafter = AdaptiveDrafter(Scripted(tokens, lengths), cost=0.25, memory=0.8)
+    out = speculative_generate(model, PROMPTS, drafter, max_new_tokens=N)
+    assert_same(out, wanted)
+    np.testing.assert_array_equal(out.accepted > 0, [True, False, False])
+    always = sum(min(3, N - 1 - i) for i in range(N))
+    assert 0 < int(out.proposed[1]) < always / 3
+    assert int(out.proposed[0]) == int(out.accepted[0]) >= 14
+    assert int(out.proposed[2]) == 0
+
+
+def test_the_length_that_pays():
+    drafter = AdaptiveDrafter(NGramDrafter(num_drafts=4), cost=0.25, memory=0.5, prior=0.6)
+    state = drafter.start(module.as_prompt([[1]] * 4), 8)
+    state = state._replace(proposed=jnp.array([4, 4, 4, 0], jnp.int32))
+    tokens = jnp.zeros((4, 5), jnp.int32)
+    for kept in ([5, 1, 3, 1], [5, 1, 0, 1]):  # accepted 4 of 4, 0 of 4, 2 of 4 then ended, none
+        state = drafter.observe(state, tokens, jnp.array(kept, jnp.int32))
+    np.testing.assert_allclose(state.accepted, [6, 0, 2, 0])
+    np.testing.assert_allclose(state.tested, [6, 1.5, 3, 0])
+    rate = np.array([6.6 / 7, 0.6 / 2.5, 2.6 / 4, 0.6])
+    drafts = np.arange(5)
+    best = np.argmax(np.cumsum(rate[:, None] ** drafts, 1) / (1 + 0.25 * drafts), 1)
+    np.testing.assert_array_equal(drafter.best_length(state), best)
+    assert best[0] == 4 and best[1] == 0 and 0 < best[3] < 4
+
+
 def jit_drafts(model):
     """tokens -> the three greedy tokens after them, each from a full forward."""
 
@@ -377,8 +428,8 @@ DISTRIBUTIONS = {  # of one structure, so that one program serves all
 def chi_drafter(name):
     if name == "n-gram":
         return NGramDrafter(num_drafts=2)
-    if name == "heads":
-        return MTPDrafter(make_heads(), chi_model(), num_drafts=2)
+    if name == "adaptive heads":
+        return AdaptiveDrafter(MTPDrafter(make_heads(), chi_model(), num_drafts=2), cost=0.4)
     return ModelDrafter(make_model("kda", seed=4, pattern="M", **CHI_MODEL), num_drafts=2)
 
 
@@ -431,7 +482,7 @@ def chi_square(drafter, options):
     return (statistic - freedom) / np.sqrt(2 * freedom), accepted
 
 
-@pytest.mark.parametrize("drafter", ["n-gram", "model", "heads"])
+@pytest.mark.parametrize("drafter", ["n-gram", "model", "adaptive heads"])
 @pytest.mark.parametrize("options", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 def test_tokens_are_distributed_as_the_targets(drafter, options):
     z, accepted = chi_square(drafter, options)
@@ -566,6 +617,13 @@ def test_impossible_arguments_raise():
     ]:
         with pytest.raises(ValueError, match=message):
             NGramDrafter(**options)
+    for options, message in [
+        (dict(cost=0.0), "cost must be above 0, found 0.0"),
+        (dict(memory=1.0), "memory must be in"),
+        (dict(prior=1.0), "prior must be in"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            AdaptiveDrafter(NGramDrafter(), **options)
     with pytest.raises(ValueError, match="a target with d_model=8, found d_model=16"):
         wide = MTPDrafter(MTPHeads(8, rngs=nnx.Rngs(0)), model)
         speculative_generate(model, PROMPTS, wide, max_new_tokens=2)

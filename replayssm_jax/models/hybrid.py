@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from replayssm_jax.layers import HybridBlock, RMSNorm
@@ -28,7 +29,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.state import Pointer
+from replayssm_jax.state import Pointer, concrete
 
 
 class HybridLM(nnx.Module):
@@ -259,7 +260,8 @@ class HybridLM(nnx.Module):
             raise ValueError(f"tokens must have shape [B], found {tokens.shape}: one token a row")
         _check_tokens(tokens[:, None], cache)
         x, cache = self._verify(tokens[:, None], cache, lengths)
-        return self.logits(x)[:, 0], self.commit(cache, 1 if lengths is None else lengths)
+        accepted = 1 if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, 1)
+        return self.logits(x)[:, 0], self.commit(cache, accepted)
 
     def verify(
         self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
@@ -273,6 +275,11 @@ class HybridLM(nnx.Module):
 
         Returns:
           Logits float32 [B, T, vocab] and the cache.
+
+        Raises:
+          TypeError, ValueError: wrong shapes or dtypes, T above `max_tokens`, a cache that cannot
+            roll back, and (where the values are known) drafts past the end of the KV caches. In a
+            compiled loop such drafts are not stored: end rows at `cache.size`.
         """
         x, cache = self.verify_hidden(tokens, cache, lengths=lengths)
         return self.logits(x), cache
@@ -292,13 +299,19 @@ class HybridLM(nnx.Module):
                 f"T must be between 1 and max_tokens={self.config.max_tokens}, found "
                 f"T={tokens.shape[1]}"
             )
+        _check_end(cache, tokens.shape[1] if lengths is None else lengths)
         return self._verify(tokens, cache, lengths)
 
     def commit(self, cache: HybridCache, accepted: jax.Array | int) -> HybridCache:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row.
 
         Here, and nowhere else, replay rings, convolution rings and KV caches move together.
+
+        Raises:
+          ValueError: where the values are known, more than are pending, as in a second commit;
+            otherwise the count is clipped, and a second commit changes nothing.
         """
+        _check_accepted(accepted, cache.progress.pending)
         pointer = cache.pointer
         if pointer is not None:
             # A windowed loop drops the drafts of idle rows from the rings: nothing may count them.
@@ -405,6 +418,25 @@ def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
         raise ValueError(
             f"tokens have {tokens.shape[0]} rows, the cache {cache.progress.position.shape[0]}"
         )
+
+
+def _check_accepted(accepted: jax.Array | int, pending: jax.Array) -> None:
+    known, most = concrete(jnp.asarray(accepted)), concrete(pending)
+    if known is not None and most is not None and ((known < 0) | (known > most)).any():
+        raise ValueError(
+            f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
+            f"pending={most.tolist()}"
+        )
+
+
+def _check_end(cache: HybridCache, counts: jax.Array | int) -> None:
+    size, position = cache.size, concrete(cache.progress.position)
+    new = concrete(jnp.asarray(counts))
+    if size is None or position is None or new is None:
+        return
+    end = np.where(new > 0, position + new, 0).max()
+    if end > size:
+        raise ValueError(f"the drafts need {end} positions, the cache holds {size}")
 
 
 def _last(live: jax.Array, steps: jax.Array) -> jax.Array:

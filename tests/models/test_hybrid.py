@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -444,3 +445,34 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="ragged"):
         scalar = model.init_cache(B, SIZE, ragged=False)
         model.insert(scalar, jnp.array([0]), model.init_cache(1, SIZE, ragged=False))
+
+
+def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
+    """Where the values are known; compiled, the count is clipped."""
+    model = make_model("mamba2")
+    tokens = random_tokens(B, 4)
+    full = model.init_cache(B, 6)
+    _, full = prefill(model, tokens, full, jnp.array([4, 3, 2], jnp.int32))
+    before = jax.tree.map(np.array, full)
+    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+        model.verify(tokens[:, :3], full)
+    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+        model.verify(tokens, full, lengths=jnp.array([0, 4, 4]))
+    chex.assert_trees_all_equal(full, before)
+    lengths = jnp.array([2, 3, 0], jnp.int32)
+    _, drafted = verify(model, tokens, full, lengths)
+    before = jax.tree.map(np.array, drafted)
+    for accepted in ([3, 0, 0], [0, 0, 1], [-1, 0, 0]):
+        message = rf"accepted={re.escape(str(accepted))} and pending=\[2, 3, 0\]"
+        with pytest.raises(ValueError, match=message):
+            model.commit(drafted, jnp.array(accepted))
+    chex.assert_trees_all_equal(drafted, before)
+    once = model.commit(drafted, lengths)
+    np.testing.assert_array_equal(once.progress.position, [6, 6, 2])
+    for again in (1, lengths):
+        with pytest.raises(ValueError, match=r"pending=\[0, 0, 0\]"):
+            model.commit(once, again)
+    chex.assert_trees_all_equal(commit(model, once, lengths), once)
+    more = commit(model, drafted, jnp.full(B, 9, jnp.int32))
+    chex.assert_trees_all_equal(more.progress, once.progress)
+    chex.assert_trees_all_equal(more.pointer, once.pointer)

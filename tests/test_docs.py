@@ -40,6 +40,14 @@ def test_page_is_in_the_navigation_and_says_something(page):
         assert "## What may surprise you" in page.read_text()
 
 
+def test_tests_that_pages_name_exist():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT))
+    assert len(named) > 15
+    for path, name in named:
+        source = (ROOT / path).read_text()
+        assert not name or re.search(rf"^ *def {name}\(", source, re.M), (path, name)
+
+
 def resolve(path):
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)

@@ -9,6 +9,15 @@ import speculative
 
 from replayssm_jax.drafters import Drafts
 
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Compiling takes most of the time of these tests."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 TINY = ["--model", "tiny", "--batch", "2", "--tokens", "3", "--passes", "8", "--window", "4"]
 TINY += ["--repeats", "2", "--dtype", "float32", "--prompt", "3"]
 

@@ -113,8 +113,8 @@ def speculative_generate(
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for.
       cache_size: positions of the target's KV caches.
-      decode: "replay", or "snapshot" for conventional decoding with a state for each draft: what
-        replay is compared with.
+      decode: "replay", or "snapshot" for conventional decoding with a state for each draft, which
+        replay is compared with. A `state` stays what it is.
       state: from an earlier call, of `generate` too, with `return_state`; donated. The drafter
         sees `prompt` alone, not what came before it.
       return_state: return the state.

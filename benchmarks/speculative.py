@@ -188,15 +188,16 @@ ROWS_SCORED = 4
 def check(case: Case, outputs: dict[str, Any], dtype: str) -> dict[str, float]:
     """Return the relative errors of the log-probabilities, or raise `WrongResult`.
 
-    Of the first rows: a prefill holds the logits of every position.
+    Of the first rows, and as many tokens as the plain schemes have: a prefill holds the logits of
+    every position, and so one program serves all.
     """
-    few = slice(0, ROWS_SCORED)
+    rows, columns = slice(0, ROWS_SCORED), slice(0, outputs["plain replay"].tokens.shape[1])
     errors = {}
     for name, out in outputs.items():
-        tokens, lengths = out.tokens[few], np.asarray(out.lengths[few])
+        tokens, lengths = out.tokens[rows, columns], np.asarray(out.lengths[rows])
         real = np.arange(tokens.shape[1]) < lengths[:, None]
-        wanted = np.where(real, score(case.plain, case.prompt[few], tokens), 0)
-        found = np.where(real, out.logprobs[few], 0)
+        wanted = np.where(real, score(case.plain, case.prompt[rows], tokens), 0)
+        found = np.where(real, out.logprobs[rows, columns], 0)
         errors[name] = harness.check(name, found, wanted, limit=LIMITS[dtype])
         if not case.driven and dtype == "float32":
             same = np.asarray(out.tokens == outputs["plain conventional"].tokens)
@@ -347,6 +348,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of random models' prompts")
     parser.add_argument("--prompt-bytes", type=int, default=512, help="prompts of trained models")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each scheme")
+    parser.add_argument("--name", default="speculative", help="first part of the file's name")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     args.layers = args.layers or None
@@ -385,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         raise
                     console.print(f"{case.name}, batch {case.prompt.shape[0]}: does not fit")
                 # Case by case, so that a run that is cut short leaves what it measured.
-                path = harness.save("speculative", rows, options, args.out)
+                path = harness.save(args.name, rows, options, args.out)
     console.print(harness.table("microseconds of one token of every row", rows))
     console.print(f"written to {path}")
     return int(refused)

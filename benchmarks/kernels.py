@@ -11,6 +11,7 @@ run here. A case is reported only if states and outputs agree with the recurrenc
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -192,8 +193,8 @@ def measure(
         run = loop(conventional_step(spec, name, tokens), steps)
         zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
         contenders["conventional", name] = contender(run, None, zeros, inputs, count * steps)
-    for one in contenders.values():
-        one.once()
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling is what takes long
+        list(pool.map(harness.Contender.once, contenders.values()))
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
     baselines = {key: t for key, t in timings.items() if key[0] == "conventional"}
     fastest = min(baselines, key=lambda key: baselines[key].us)

@@ -314,6 +314,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
     parser.add_argument("--name", default="kernels", help="of the JSON file")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the other cases that the JSON file holds"
+    )
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     if args.repeats < 2:
@@ -348,7 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except harness.WrongResult as error:
                 refused = True
                 console.print(f"[bold red]{name}: not reported[/]: {error}")
-            path = harness.save(args.name, rows, options, args.out)  # a later case may fail
+            # A later case may fail.
+            path = harness.save(args.name, rows, options, args.out, add=args.add)
             bar.advance(task)
     console.print(harness.table("microseconds of one step of all rows, one layer", rows))
     console.print(f"written to {path}")

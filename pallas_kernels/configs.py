@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 
 from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem
@@ -14,7 +16,7 @@ _HALF, _WHOLE = 113 * 1024, 226 * 1024
 
 
 def configs(problem: Problem) -> list[Config]:
-    """All ways to cut a problem, widest programs first."""
+    """All ways to cut a problem, widest programs first, with the stages to have where they fit."""
     p = problem
     found = []
     for heads in range(p.heads_per_group, 0, -1):
@@ -34,10 +36,20 @@ def configs(problem: Problem) -> list[Config]:
 
 def choose(problem: Problem, mode: Mode) -> Config | None:
     """The cut to use: fixed by the shapes alone, so that a result never depends on timing."""
-    fitting = [c for c in configs(problem) if shared_bytes(problem, c, mode) <= _WHOLE]
-    if not fitting:
+
+    def fitting(limit: int) -> list[Config]:
+        cuts = []
+        for config in configs(problem):
+            for stages in range(config.stages, 0, -1):
+                cut = dataclasses.replace(config, stages=stages)
+                if shared_bytes(problem, cut, mode) <= limit:
+                    cuts.append(cut)
+                    break
+        return cuts
+
+    pairs = fitting(_HALF) or fitting(_WHOLE)[-1:]
+    if not pairs:
         return None
-    pairs = [c for c in fitting if shared_bytes(problem, c, mode) <= _HALF] or fitting[-1:]
 
     def programs(config: Config) -> int:
         return problem.batch * problem.num_heads * problem.value_dim // config.num_rows

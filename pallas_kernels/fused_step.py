@@ -233,16 +233,35 @@ class Step(Program):
                 since = since + jnp.where(j < self.length, decays[j], 0.0)
         store(sm.total, jnp.exp(since))
 
-    def decay_columns(self) -> None:
-        """Channel decay: q and k of the new tokens times their decay since the window's end."""
+    def make_columns(self) -> None:
+        """q and k of the new tokens in float32, by channel times their decay since the window.
+
+        For several tokens also as operands of tensor-core products with the state, which by channel
+        is yet to decay over the window, unless that was folded.
+        """
         p, sm = self.p, self.sm
-        since = zeros((p.key_dim,), self.channels)
+        since = window = None
+        if p.channel:
+            since = zeros((p.key_dim,), self.channels)
+            window = jnp.where(self.due, 1.0, load(sm.total, self.channels))
         for t in range(p.num_tokens):
-            since = since + load(sm.g.at[t], self.channels)
-            decay = jnp.exp(since)
+            if since is not None:
+                since = since + load(sm.g.at[t], self.channels)
             for c in self.columns_of(t):
-                raw = load(self.raw_column(c), self.channels).astype(F32)
-                store(sm.column.at[c], raw * decay)
+                value = load(self.raw_column(c), self.channels).astype(F32)
+                if since is not None:
+                    value = value * jnp.exp(since)
+                store(sm.column.at[c], value)
+                if sm.operand is not None:
+                    rest = value if window is None else value * window
+                    self.store_terms(rest, [sm.operand.at[b, c] for b in range(p.key_terms)])
+
+    def store_terms(self, value: jax.Array, places: list[Any]) -> None:
+        """Store float32 as bf16 terms, each the rounding of what those before it leave."""
+        for place in places:
+            top = value.astype(jnp.bfloat16)
+            store(place, top)
+            value = value - top.astype(F32)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -255,33 +274,60 @@ class Step(Program):
 
     def column(self, c: int, layout: Any) -> jax.Array:
         """Column c as the window's end sees it, [N]."""
-        ref = self.sm.column.at[c] if self.p.channel else self.raw_column(c)
+        ref = self.raw_column(c) if self.sm.column is None else self.sm.column.at[c]
         return load(ref, layout).astype(F32)
 
-    def read_tile(self, state: jax.Array, i: Any, columns: Any, layout: Any) -> None:
-        """S r for the rows of tile i and each column r."""
-        for c in range(self.p.num_columns):
-            column = broadcast(columns(c), (TILE, self.p.key_dim), (1,), layout)
+    def read_tile(self, state: jax.Array, i: Any, columns: list[jax.Array], layout: Any) -> None:
+        """S r for the rows of tile i and each column r of one token."""
+        for c, column in enumerate(columns):
+            column = broadcast(column, (TILE, self.p.key_dim), (1,), layout)
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
+
+    def multiply_tile(self, slot: Any, i: Any) -> None:
+        """The same for the columns of several tokens, on tensor cores."""
+        p, sm = self.p, self.sm
+        rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
+        products = zeros((TILE, p.padded_columns), ACC)
+        top = rest
+        for a, b in term_pairs(p.key_terms):
+            if b == 0:
+                rest = rest - top.astype(F32) if a else rest
+                top = rest.astype(jnp.bfloat16)
+            columns = sm.operand.at[b].transpose((1, 0))
+            if self.mode.interpret:  # it has no warp-level products
+                products = products + top.astype(F32) @ load(columns, RHS).astype(F32)
+            else:
+                products = plgpu.mma(products, top, load(columns, RHS))
+        store(self.tile_rows(sm.read, i=i), products)
+
+    def reads(self) -> list[jax.Array]:
+        """What `read_tile` or `multiply_tile` found, for each column."""
+        p, found = self.p, self.sm.read
+        if p.num_tokens == 1:
+            places = [found.at[c] for c in range(p.num_columns)]
+        else:
+            every = (slice(None),) * len(self.shape)
+            places = [found.at[(*every, c)] for c in range(p.num_columns)]
+        return [load(place, self.layout) for place in places]
 
     def read_state(self) -> None:
         """Stream the state tiles past the columns."""
         p, sm, stages = self.p, self.sm, self.c.stages
         layout = state_rows(p.key_dim)
-
-        def column(c: int) -> jax.Array:
-            value = self.column(c, layout.reduce(0))
-            return value * load(sm.total, layout.reduce(0)) if p.channel else value
-
-        columns: Any = column
+        columns = []
         if p.num_tokens == 1:
-            columns = [column(c) for c in range(p.num_columns)].__getitem__
+            columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
+        if p.num_tokens == 1 and p.channel:
+            columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
 
         @pl.loop(0, self.c.num_tiles)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(sm.state_bar.at[slot])
-            self.read_tile(load(sm.state.at[slot], layout), i, columns, layout)
+            if p.num_tokens == 1:
+                self.read_tile(load(sm.state.at[slot], layout), i, columns, layout)
+            else:
+                self.multiply_tile(slot, i)
             if self.c.num_tiles > stages:
                 plgpu.commit_smem()  # all threads have read the tile
 
@@ -309,17 +355,15 @@ class Step(Program):
         """<k_i, r> of the new keys and each column, decayed from one to the other by channel."""
         p, sm = self.p, self.sm
         here = pl.ds(p.padded_window, BLOCK)
-        every = range(p.num_columns)
         if not p.channel or p.num_tokens == 1:
             if p.num_tokens == 1:
                 key = load(sm.k.at[0], self.block.reduce(0))
                 keys = broadcast(key, (BLOCK, p.key_dim), (1,), self.block).astype(F32)
             else:
                 keys = load(sm.k, self.block).astype(F32)
-            for c in every:
-                self.score(
-                    c, here, keys, load(self.raw_column(c), self.block.reduce(0)).astype(F32)
-                )
+            for c in range(p.num_columns):
+                column = self.raw_column(c) if p.channel or sm.column is None else sm.column.at[c]
+                self.score(c, here, keys, load(column, self.block.reduce(0)).astype(F32))
             return
         for t in range(p.num_tokens):
             since = zeros((p.key_dim,), self.channels)
@@ -358,7 +402,7 @@ class Step(Program):
         """Updates and outputs of the new tokens, row by row."""
         p, sm = self.p, self.sm
         tokens = p.num_tokens
-        reads = [load(sm.read.at[c], self.layout) for c in range(p.num_columns)]
+        reads = self.reads()
         if not folded:
             reads = [jnp.where(self.fresh, 0.0, read) for read in reads]
             if not p.channel:
@@ -412,19 +456,13 @@ class Step(Program):
         self.make_fold_keys(operand)
         plgpu.commit_smem()
 
-        def column(c: int) -> jax.Array:
-            return self.column(c, ACC.reduce(0))
-
         @pl.loop(0, self.c.num_tiles)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
             for first in blocks(p.padded_window):
                 here = pl.ds(first, BLOCK)
-                rest = self.fold_records(first, i, operand)
-                for term in range(3):
-                    top = rest.astype(jnp.bfloat16)
-                    store(sm.fold_record.at[term, here], top)
-                    rest = rest - top.astype(F32)
+                records = self.fold_records(first, i, operand)
+                self.store_terms(records, [sm.fold_record.at[term, here] for term in range(3)])
             plgpu.commit_smem()
             if self.c.num_tiles > stages:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
@@ -454,7 +492,11 @@ class Step(Program):
             store(sm.state.at[slot], state, optimized=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
-            self.read_tile(state, i, column, ACC)
+            if p.num_tokens == 1:
+                columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
+                self.read_tile(state, i, columns, ACC)
+            elif p.num_tokens:
+                self.multiply_tile(slot, i)
 
     def make_fold_keys(self, layout: Any) -> None:
         """The window's keys as bf16 terms in shared memory, dead ones zero."""
@@ -464,16 +506,13 @@ class Step(Program):
             keys = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
             masked[first] = self.mask_dead(keys, first, layout)
         plgpu.commit_smem()  # the terms may lie where the keys lay
-        for first, rest in masked.items():
+        for first, keys in masked.items():
             here = pl.ds(first, BLOCK)
             if sm.fold_key is None:
-                store(sm.key.at[here], rest)
-                continue
-            rest = rest.astype(F32)
-            for term in range(p.key_terms):
-                top = rest.astype(jnp.bfloat16)
-                store(sm.fold_key.at[term, here], top)
-                rest = rest - top.astype(F32)
+                store(sm.key.at[here], keys)
+            else:
+                terms = range(p.key_terms)
+                self.store_terms(keys.astype(F32), [sm.fold_key.at[b, here] for b in terms])
 
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
@@ -565,10 +604,11 @@ class Step(Program):
 
     def work(self) -> None:
         """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
-        p = self.p
+        p, sm = self.p, self.sm
         self.start_state()
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
+        self.due = self.mode.fold & (self.length + self.num_new > p.window)
         self.start_window()
         self.weigh_records()
         for place, value in tokens:
@@ -576,9 +616,10 @@ class Step(Program):
         if p.channel:
             self.wait_window()
             self.decay_keys()
+        if sm.column is not None:
             if is_replicated(p.key_dim):
                 plgpu.commit_smem()
-            self.decay_columns()
+            self.make_columns()
         plgpu.commit_smem()
 
         def with_fold() -> None:
@@ -606,9 +647,8 @@ class Step(Program):
         elif not self.mode.fold:
             without_fold()
         else:
-            due = self.length + self.num_new > p.window
-            pl.when(due)(with_fold)
-            pl.when(jnp.logical_not(due))(without_fold)
+            pl.when(self.due)(with_fold)
+            pl.when(jnp.logical_not(self.due))(without_fold)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""

@@ -78,8 +78,13 @@ class Problem:
         return self.num_tokens * (2 if self.delta else 1)
 
     @property
+    def padded_columns(self) -> int:
+        """Columns in whole tensor-core products."""
+        return round_up(self.num_columns, 8)
+
+    @property
     def key_terms(self) -> int:
-        """bf16 terms that hold a fold's keys at fp32 accuracy."""
+        """bf16 terms that hold keys, or columns, at fp32 accuracy."""
         return 3 if self.channel or self.key_dtype != jnp.bfloat16 else 1
 
     @property
@@ -143,8 +148,8 @@ def programs_per_row(problem: Problem, config: Config) -> int:
 
 
 def term_pairs(key_terms: int) -> list[tuple[int, int]]:
-    """Products of bf16 terms (of records, of keys) that an fp32-accurate product needs.
+    """Products of bf16 terms (of fp32 values, of keys) that an fp32-accurate product needs.
 
-    The others are below fp32 rounding.
+    In the order of the first; the others are below fp32 rounding.
     """
-    return [(a, b) for b in range(key_terms) for a in range(3 - b)]
+    return [(a, b) for a in range(3) for b in range(min(key_terms, 3 - a))]

@@ -36,7 +36,8 @@ class Program:
         self.leads_group = self.leads_head & (lax.rem(self.head, p.heads_per_group) == 0)
 
         self.shape = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
-        self.layout = spread(*self.shape)
+        # What several tokens read lies row by row, so that a thread's rows are not neighbours.
+        self.layout = spread(*self.shape, vector=1 if p.num_tokens > 1 else 4)
         self.channels = spread(p.key_dim)
 
     # Addresses
@@ -52,13 +53,14 @@ class Program:
         return self.state.at[self.b, pl.ds(self.first_row + i * TILE, TILE)]
 
     def tile_rows(self, ref: Any, *lead: Any, i: Any) -> Any:
-        """The rows of tile i of a shared array [..., *shape], as [..., TILE]."""
+        """The rows of tile i of a shared array [*lead, *shape, ...], as [TILE, ...]."""
         if len(self.shape) == 1:
             return ref.at[(*lead, pl.ds(i * TILE, TILE))]
         if self.c.rows % TILE == 0:
             per_head = self.c.rows // TILE
             return ref.at[(*lead, i // per_head, pl.ds(lax.rem(i, per_head) * TILE, TILE))]
-        flat = ref.reshape(*ref.shape[: ref.ndim - 2], self.c.num_rows)
+        rest = ref.shape[len(lead) + 2 :]
+        flat = ref.reshape(*ref.shape[: len(lead)], self.c.num_rows, *rest)
         return flat.at[(*lead, pl.ds(i * TILE, TILE))]
 
     # Values for each head: scalars where a program has one head, else vectors over the rows' layout

@@ -25,14 +25,15 @@ class Scratch(NamedTuple):
     k: Any
     v: Any
     g: Any  # channel decay: new log-decays
-    column: Any  # channel decay: q and k times the decay since the window
+    column: Any  # channel decay or T > 1: q and k (times the decay since the window, by channel)
+    operand: Any  # T > 1: bf16 terms of the columns as the state sees them
     pair: Any  # channel decay: new keys decayed to one later token
     total: Any  # decay of the checkpoint by the window, for each channel or head
     row_total: Any  # scalar decay: the same for each state row
     weight: Any  # scalar decay: decay (times beta) of each record
     new_gate: Any  # log-decay and beta of the new tokens, for each head
     score: Any  # <k_j, r> for each column r, window and new records j
-    read: Any  # S r for each column r
+    read: Any  # S r for each column r; T > 1: for each row
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
     shared: Any  # None, or gate and key in one place with fold_key, which is made of them
@@ -60,10 +61,10 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
     # The swizzle under which a tensor-core product takes operands from shared memory.
-    operand: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
+    swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
     fold_key = shared = None
     if mode.fold and (mode.wgmma or p.key_terms > 1):
-        fold_key = sm((p.key_terms, window, n), bf16, transforms=operand)
+        fold_key = sm((p.key_terms, window, n), bf16, transforms=swizzle)
         shared = plgpu.RefUnion((gate, key) if channel else (key,), fold_key)
     return Scratch(
         state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
@@ -74,15 +75,16 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
-        column=sm((columns, n), F32) if channel else None,
+        column=sm((columns, n), F32) if channel or p.num_tokens > 1 else None,
+        operand=sm((p.key_terms, p.padded_columns, n), bf16) if p.num_tokens > 1 else None,
         pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,
         weight=None if p.delta and channel else sm((window, *heads), F32),
         new_gate=sm((2, tokens, *heads), F32),
         score=sm((columns, window + p.padded_tokens), F32),
-        read=sm((columns, *rows), F32),
-        fold_record=sm((3, window, TILE), bf16, transforms=operand) if mode.fold else None,
+        read=sm((*rows, p.padded_columns) if p.num_tokens > 1 else (columns, *rows), F32),
+        fold_record=sm((3, window, TILE), bf16, transforms=swizzle) if mode.fold else None,
         fold_key=None,
         shared=shared,
         state_bar=plgpu.Barrier(num_barriers=c.stages),

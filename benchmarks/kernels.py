@@ -27,6 +27,7 @@ from rich.console import Console
 import replayssm_jax as rs
 from replayssm_jax import dispatch
 
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 WINDOWS_TIMED = 4
 # Of states against the recurrence in float32, and of bf16 outputs.
 STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
@@ -302,12 +303,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
     parser.add_argument(
         "--implementation",
-        choices=("mosaic_gpu", "xla"),
+        choices=IMPLEMENTATIONS,
         nargs="+",
         help="default: those that run here",
     )
     parser.add_argument(
-        "--baseline", choices=("mosaic_gpu", "xla"), nargs="+", help="default: as --implementation"
+        "--baseline", choices=IMPLEMENTATIONS, nargs="+", help="default: as --implementation"
     )
     parser.add_argument("--staggered", action="store_true", help="also rows at spread fills")
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
@@ -318,7 +319,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")
     args.implementation = args.implementation or [
-        name for name in ("mosaic_gpu", "xla") if runnable(name, args.layer[0])
+        name for name in IMPLEMENTATIONS if runnable(name, args.layer[0])
     ]
     args.baseline = args.baseline or args.implementation
     return args

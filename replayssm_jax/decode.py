@@ -388,7 +388,7 @@ def _verify_by_kernel(
         pointer,
         lengths,
         inputs,
-        interpret=implementation == "mosaic_gpu_interpret",
+        implementation=implementation,
     )
     num_new = jnp.asarray(num_tokens if lengths is None else lengths, jnp.int32)
     pending = jnp.where(num_new > 0, num_new, pointer.pending)
@@ -464,7 +464,7 @@ def _flush(
         state.buffer,
         state.pointer,
         due,
-        interpret=implementation == "mosaic_gpu_interpret",
+        implementation=implementation,
     )
     pointer = emptied(spec, state.pointer, due)
     return dataclasses.replace(state, checkpoint=checkpoint, pointer=pointer)

@@ -728,7 +728,7 @@ def test_arguments(call, exception, match):
     "name, match",
     [
         ("mosaic_gpu", "implementation='mosaic_gpu' cannot run: it needs (an NVIDIA|jax 0.11.2)"),
-        ("triton", "implementation='triton' cannot run: .*Triton"),
+        ("triton", "implementation='triton' cannot run: it needs (an NVIDIA|jax 0.11.2)"),
         ("cuda", "implementation must be None or one of .*'xla'.*found 'cuda'"),
     ],
 )

@@ -86,8 +86,14 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _over_channels(x):
-    """Sum over the key channels of [rows, C, L]."""
+    """Sum over the key channels of a state tile: C lies in registers of a thread."""
     return tl.sum(tl.sum(x, axis=1), axis=1)
+
+
+@triton.jit
+def _score(keys, r):
+    """<k, r> of keys [J, C, L], few enough that C lies over warps, and r [1, C, L]."""
+    return tl.sum(tl.sum(keys * r, axis=2), axis=1)
 
 
 @triton.jit
@@ -153,7 +159,7 @@ def _replay(
     place = ((b * R + _slot(first, j, R)) * H + head)[:, None] * P + p[None, :]
     mask = (j < filled)[:, None] & in_p[None, :]
     record = tl.load(records + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(record * (_over_channels(key * r) * weight)[:, None], axis=0)
+    return tl.sum(record * (_score(key, r) * weight)[:, None], axis=0)
 
 
 @triton.jit
@@ -348,7 +354,7 @@ def _step_row(
                     read += _replay(
                         seen, key, weight, records, b, first, filled, i, p, in_p, head, H, P, R, J
                     )
-            score = _over_channels(decayed * r)
+            score = _score(decayed, r)
             if not CHANNEL:
                 read = read * tl.exp(since)
                 score = score * tl.exp(apart)

@@ -58,8 +58,9 @@ def verify(
       parents: None for a chain, or int [B, T]: the index of the token that each token follows,
         smaller than its own, or -1 for the last committed token. Several may follow one: every
         token sees its own ancestors alone. Runs on "xla".
-      implementation: None for the best that supports the case, or "xla" or "mosaic_gpu" (Pallas
-        kernels for Hopper and Blackwell GPUs); a named one that cannot run raises.
+      implementation: None for the best that supports the case, or "xla", "mosaic_gpu" (Pallas
+        kernels for Hopper and Blackwell GPUs) or "triton" (Triton kernels for compute capability
+        8.0 and newer, through jax-triton); a named one that cannot run raises.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state with T (or `lengths`) pending

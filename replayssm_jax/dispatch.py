@@ -118,9 +118,9 @@ def why_not_triton(by_name: bool = True) -> str | None:
     kind = _target()
     if kind is None:
         return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-    device = jax.devices()[0]
-    if device.device_kind != kind:
-        return f"it compiles for the GPU at hand, found {kind!r} and {device.device_kind!r}"
+    device = _gpu_at_hand()
+    if device is None or device.device_kind != kind:
+        return f"it compiles for the GPU at hand alone, and {kind!r} is none"
     if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
         return (
             f"it needs compute capability {OLDEST_CAPABILITY_FOR_TRITON} or newer, "
@@ -146,7 +146,12 @@ def _target() -> str | None:
     abstract: Any = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind if abstract.platform == "gpu" else None
-    if jax.default_backend() != "gpu":
+    device = _gpu_at_hand()
+    if device is None or not device.compute_capability[:1].isdigit():  # "gfx942" is AMD's
         return None
-    kind: str = jax.devices()[0].device_kind
-    return kind if "NVIDIA" in kind else None
+    kind: str = device.device_kind
+    return kind
+
+
+def _gpu_at_hand() -> Any:
+    return jax.devices()[0] if jax.default_backend() == "gpu" else None

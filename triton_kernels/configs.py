@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 # Elements of a state tile that a thread holds.
-REGISTERS = 32
+REGISTERS = 64
 # Consecutive key channels that threads of a warp read: 128 bytes.
 LANES = 32
 # Programs below which a device is not filled: two for each of about 132 multiprocessors.
@@ -34,11 +34,10 @@ def choose(heads: int, value_dim: int, key_dim: int) -> Config:
     """The cut for `heads` heads of all batch rows: fixed by shapes, never by timing.
 
     Tiles are as large as registers allow, unless more of them waste less or fill the device. A
-    program has more threads than key channels: Triton then loads a vector in whatever layout its
-    use has, and otherwise would move state tiles through shared memory to where the vectors are.
+    program has a thread for each key channel or more, see `fused_step._vector`.
     """
     c, lanes = channels(key_dim)
-    num_warps = max(4, 2 * c * lanes // 32)
+    num_warps = max(4, c * lanes // 32)
     rows = min(REGISTERS * 32 * num_warps // (c * lanes), next_power_of_2(value_dim))
     while rows > 16:
         waste = -value_dim % rows / value_dim

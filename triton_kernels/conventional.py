@@ -8,7 +8,7 @@ import triton.language as tl
 
 from triton_kernels.calls import launch
 from triton_kernels.configs import Config, channels, choose
-from triton_kernels.fused_step import _load, _over_channels, _place
+from triton_kernels.fused_step import _load, _over_channels, _place, _vector
 
 
 @triton.jit
@@ -20,17 +20,16 @@ def conventional_step(
     """S <- S diag(exp g) + u k^T, and S q."""
     b, head, group, _, p, n = _place(H, G, P, N, ROWS, C, L)
     in_n, in_p = n < N, p < P
-    at_tile = state + ((b * H + head) * P + p)[:, None, None] * N + n
+    at_tile = state + (b * H + head) * (P * N) + (p[:, None, None] * N + n)
     mask = in_p[:, None, None] & in_n
     WHOLE: tl.constexpr = P % ROWS == 0 and C * L == N
     tile = _load(at_tile, mask, WHOLE)
-    at = (b * G + group) * N + n
-    key = tl.load(k + at, mask=in_n, other=0.0).to(tl.float32)
-    query = tl.load(q + at, mask=in_n, other=0.0).to(tl.float32)
+    key = _vector(k + (b * G + group) * N, 0, True, N, N, C, L)
+    query = _vector(q + (b * G + group) * N, 0, True, N, N, C, L)
     at = b * H + head
     value = tl.load(v + at * P + p, mask=in_p, other=0.0).to(tl.float32)
     if CHANNEL:
-        gate = tl.load(g + at * N + n, mask=in_n, other=0.0)
+        gate = _vector(g + at * N, 0, True, N, N, C, L)
     else:
         gate = tl.load(g + at)
     tile = tile * tl.exp(gate)

@@ -32,7 +32,7 @@ from triton_kernels.configs import Config, channels, choose, next_power_of_2
 # Records that are scored at once.
 BLOCK = 16
 # Records whose loads are in flight together in a fold.
-UNROLL = tl.constexpr(4)
+UNROLL = tl.constexpr(2)
 
 
 class Ring(NamedTuple):
@@ -86,20 +86,45 @@ def _load(pointers, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _over_channels(x):
-    """Sum over the key channels of a state tile: C lies in registers of a thread."""
+    """Sum over the key channels of [rows, C, L]: C lies in registers of a thread."""
     return tl.sum(tl.sum(x, axis=1), axis=1)
 
 
 @triton.jit
-def _score(keys, r):
-    """<k, r> of keys [J, C, L], few enough that C lies over warps, and r [1, C, L]."""
-    return tl.sum(tl.sum(keys * r, axis=2), axis=1)
+def _vector(
+    pointer, i, live, N: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, L: tl.constexpr
+):
+    """N channels from i * STRIDE on, as float32 [1, C, L]; zero where not `live`.
+
+    They come in pairs, as words: of a load with fewer elements than there are threads Triton makes
+    one in every layout that its uses have. Of another it would make one, and move state tiles
+    through shared memory into the layout of that.
+    """
+    if N % 2 == 0 and L > 1:
+        dtype: tl.constexpr = pointer.dtype.element_ty
+        n = tl.arange(0, C)[None, :, None] * (L // 2) + tl.arange(0, L // 2)[None, None, :]
+        mask = (n < N // 2) & live
+        if dtype.primitive_bitwidth == 16:
+            words = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
+            word = tl.load(words + i * (STRIDE // 2) + n, mask=mask, other=0)
+            low = word.to(tl.uint16).to(dtype, bitcast=True)
+            high = (word >> 16).to(tl.uint16).to(dtype, bitcast=True)
+        else:
+            words = pointer.to(tl.pointer_type(tl.uint64), bitcast=True)
+            word = tl.load(words + i * (STRIDE // 2) + n, mask=mask, other=0)
+            low = word.to(tl.uint32).to(dtype, bitcast=True)
+            high = (word >> 32).to(tl.uint32).to(dtype, bitcast=True)
+        return tl.interleave(low.to(tl.float32), high.to(tl.float32))
+    else:
+        n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+        return tl.load(pointer + i * STRIDE + n, mask=(n < N) & live, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _decay_within(
-    ring, b, first, filled, i, later, n, in_n, head,
+    decays, first, filled, i, later, n, in_n,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
+    C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Log-decays of block i's records to the window's end, and of the block and those after it.
 
@@ -107,130 +132,134 @@ def _decay_within(
     """
     j = i * J + tl.arange(0, J)
     after = ((j + 1) < filled) & ((j + 1) < (i + 1) * J)
-    oldest = b * R + _slot(first, i * J, R)
+    slots = _slot(first, j + 1, R)
+    oldest = _slot(first, i * J, R)
     if CHANNEL:
-        place = ((b * R + _slot(first, j + 1, R)) * H + head)[:, None, None] * N + n
-        g = tl.load(ring + place, mask=after[:, None, None] & in_n, other=0.0)
+        place = slots[:, None, None] * (H * N) + n
+        g = tl.load(decays + place, mask=after[:, None, None] & in_n, other=0.0)
+        g_oldest = _vector(decays, oldest, i * J < filled, N, H * N, C, L)
         since = tl.cumsum(g, axis=0, reverse=True) + later
-        g = tl.load(ring + (oldest * H + head) * N + n, mask=in_n & (i * J < filled), other=0.0)
         mine = (tl.arange(0, J) == 0)[:, None, None]
-        total = tl.sum(tl.where(mine, since, 0.0), axis=0, keep_dims=True) + g
+        total = tl.sum(tl.where(mine, since, 0.0), axis=0, keep_dims=True) + g_oldest
     else:
-        place = (b * R + _slot(first, j + 1, R)) * H + head
-        g = tl.load(ring + place, mask=after, other=0.0)
+        g = tl.load(decays + slots * H, mask=after, other=0.0)
+        g_oldest = tl.load(decays + oldest * H, mask=i * J < filled, other=0.0)
         since = tl.cumsum(g, axis=0, reverse=True) + later
-        g = tl.load(ring + oldest * H + head, mask=i * J < filled, other=0.0)
-        total = tl.sum(tl.where(tl.arange(0, J) == 0, since, 0.0), axis=0) + g
+        total = tl.sum(tl.where(tl.arange(0, J) == 0, since, 0.0), axis=0) + g_oldest
     return since, total
 
 
 @triton.jit
 def _window(
-    decays, keys, betas, b, first, filled, i, later, n, in_n, head, group,
-    H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr, J: tl.constexpr,
+    decays, keys, records, betas, first, filled, i, later, n, in_n, p, in_p,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Keys [J, C, L] of block i (with their decay by channel), weights [J], and log-decays."""
-    since, total = _decay_within(
-        decays, b, first, filled, i, later, n, in_n, head, H, N, R, CHANNEL, J
-    )
+    """Block i: keys [J, C, L] (with their decay by channel), weighted records [J, rows], decays."""
     j = i * J + tl.arange(0, J)
     live = j < filled
-    slots = b * R + _slot(first, j, R)
-    place = (slots * G + group)[:, None, None] * N + n
+    slots = _slot(first, j, R)
+    place = slots[:, None, None] * (G * N) + n
     key = tl.load(keys + place, mask=live[:, None, None] & in_n, other=0.0).to(tl.float32)
+    place = slots[:, None] * (H * P) + p[None, :]
+    mask = live[:, None] & in_p[None, :]
+    record = tl.load(records + place, mask=mask, other=0.0).to(tl.float32)
+    if not DELTA:
+        weight = tl.load(betas + slots * H, mask=live, other=0.0)
+    since, total = _decay_within(
+        decays, first, filled, i, later, n, in_n, H, N, R, CHANNEL, J, C, L
+    )
     if CHANNEL:
         key = key * tl.exp(since)
-        weight = tl.where(live, 1.0, 0.0)
+        if not DELTA:
+            record = record * weight[:, None]
     else:
-        weight = tl.where(live, tl.exp(since), 0.0)
-    if not DELTA:
-        weight = weight * tl.load(betas + slots * H + head, mask=live, other=0.0)
-    return key, weight, total
+        decay = tl.exp(since)
+        if not DELTA:
+            decay = decay * weight
+        record = record * decay[:, None]
+    return key, record, total
 
 
 @triton.jit
-def _replay(
-    r, key, weight, records, b, first, filled, i, p, in_p, head,
-    H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
-    """Sum over the records of block i of their score with r times the weighted record, [rows]."""
-    j = i * J + tl.arange(0, J)
-    place = ((b * R + _slot(first, j, R)) * H + head)[:, None] * P + p[None, :]
-    mask = (j < filled)[:, None] & in_p[None, :]
-    record = tl.load(records + place, mask=mask, other=0.0).to(tl.float32)
-    return tl.sum(record * (_score(key, r) * weight)[:, None], axis=0)
+def _replay(r, key, record):
+    """Sum over records of the score of their key with r times the record, [rows]."""
+    return tl.sum(record * _over_channels(key * r)[:, None], axis=0)
 
 
 @triton.jit
 def _fold(
-    tile, decays, keys, records, betas, b, first, filled, n, in_n, p, in_p, head, group,
+    tile, decays, keys, records, betas, first, filled, p, in_p,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
+    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """The tile with the records of the window folded, a few at a time from the oldest on."""
     filled = tl.minimum(filled, W)
     for turn in range(0, (filled + UNROLL - 1) // UNROLL):
         if CHANNEL:
-            since = tl.zeros_like(n).to(tl.float32)
+            total = tl.zeros((1, C, L), tl.float32)
         else:
-            since = 0.0
-        added = tl.zeros_like(tile)
+            total = 0.0
+        since = total
+        for more in tl.static_range(UNROLL):
+            j = turn * UNROLL + more
+            if CHANNEL:
+                total += _vector(decays, _slot(first, j, R), j < filled, N, H * N, C, L)
+            else:
+                total += tl.load(decays + _slot(first, j, R) * H, mask=j < filled, other=0.0)
+        tile = tile * tl.exp(total)
         for back in tl.static_range(UNROLL):
             j = turn * UNROLL + UNROLL - 1 - back
             live = j < filled
-            slot = b * R + _slot(first, j, R)
-            key = tl.load(keys + (slot * G + group) * N + n, mask=in_n & live, other=0.0)
+            slot = _slot(first, j, R)
+            key = _vector(keys, slot, live, N, G * N, C, L)
             record = tl.load(
-                records + (slot * H + head) * P + p[:, None, None],
+                records + slot * (H * P) + p[:, None, None],
                 mask=in_p[:, None, None] & live,
                 other=0.0,
             ).to(tl.float32)
             if not DELTA:
-                record = record * tl.load(betas + slot * H + head, mask=live, other=0.0)
+                record = record * tl.load(betas + slot * H, mask=live, other=0.0)
             if CHANNEL:
-                added += record * (key.to(tl.float32) * tl.exp(since))
-                g = tl.load(decays + (slot * H + head) * N + n, mask=in_n & live, other=0.0)
+                tile += record * (key * tl.exp(since))
+                since += _vector(decays, slot, live, N, H * N, C, L)
             else:
-                added += record * tl.exp(since) * key.to(tl.float32)
-                g = tl.load(decays + slot * H + head, mask=live, other=0.0)
-            since += g
-        tile = tile * tl.exp(since) + added
+                tile += (record * tl.exp(since)) * key
+                since += tl.load(decays + slot * H, mask=live, other=0.0)
     return tile
 
 
 @triton.jit
 def _append(
-    b, head, group, part, p, in_p, n, in_n, slot, kept, new_keys, updates, v, g, beta,
-    decays, keys, records, betas,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, TP: tl.constexpr,
+    slot, kept, leads_head, leads_group, updates, k, v, g, beta, decays, keys, records, betas,
+    n, in_n, p, in_p,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, TP: tl.constexpr,
 ):  # fmt: skip
     """Record the tokens `kept` from `slot` on: what several programs share, one of them does."""
     token = tl.arange(0, TP)
-    slots = b * R + (slot + token) % R
-    source, target = (b * T + token) * H + head, slots * H + head
-    here = kept[:, None] & in_p[None, :]
+    slots = (slot + token) % R
+    of_rows = kept[:, None] & in_p[None, :]
+    of_head = kept & leads_head
+    of_key = (kept & leads_group)[:, None, None] & in_n
+    # Loads before the first store, to wait for them once.
+    key = tl.load(k + token[:, None, None] * (G * N) + n, mask=of_key, other=0.0)
     if DELTA:
         record = updates
     else:
-        record = tl.load(v + source[:, None] * P + p[None, :], mask=here, other=0.0)
-    tl.store(records + target[:, None] * P + p[None, :], record, mask=here)
-    first_part = kept & (part == 0)
+        record = tl.load(v + token[:, None] * (H * P) + p[None, :], mask=of_rows, other=0.0)
+        betas_new = tl.load(beta + token * H, mask=of_head, other=0.0)
     if CHANNEL:
-        mask = first_part[:, None, None] & in_n
-        gates = tl.load(g + source[:, None, None] * N + n, mask=mask, other=0.0)
-        tl.store(decays + target[:, None, None] * N + n, gates, mask=mask)
+        of_gate = of_head[:, None, None] & in_n
+        gate = tl.load(g + token[:, None, None] * (H * N) + n, mask=of_gate, other=0.0)
+        tl.store(decays + slots[:, None, None] * (H * N) + n, gate, mask=of_gate)
     else:
-        gates = tl.load(g + source, mask=first_part, other=0.0)
-        tl.store(decays + target, gates, mask=first_part)
+        gate = tl.load(g + token * H, mask=of_head, other=0.0)
+        tl.store(decays + slots * H, gate, mask=of_head)
+    tl.store(records + slots[:, None] * (H * P) + p[None, :], record, mask=of_rows)
     if not DELTA:
-        tl.store(
-            betas + target, tl.load(beta + source, mask=first_part, other=0.0), mask=first_part
-        )
-    leads_group = first_part & (head % (H // G) == 0)
-    place = (slots * G + group)[:, None, None] * N + n
-    tl.store(keys + place, new_keys, mask=leads_group[:, None, None] & in_n)
+        tl.store(betas + slots * H, betas_new, mask=of_head)
+    tl.store(keys + slots[:, None, None] * (G * N) + n, key, mask=of_key)
 
 
 @triton.jit
@@ -246,6 +275,8 @@ def _place(
     b = (program // (parts * H)).to(tl.int64)
     p = part * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    # Four channels a thread whatever their dtype: keys then lie as the state does.
+    n = tl.max_contiguous(n, [1, 1, 4 if L > 4 else L])
     return b, head, head // (H // G), part, p, n
 
 
@@ -259,80 +290,100 @@ def _step_row(
     TP: tl.constexpr,
 ):  # fmt: skip
     """The step of a program's rows, `real` of whose T tokens are real."""
+    # From here on pointers are to this row and head, and offsets of 32 bits do.
+    GATES: tl.constexpr = N if CHANNEL else 1
+    state += (b * H + head) * (P * N)
+    q += (b * T * G + group) * N
+    k += (b * T * G + group) * N
+    v += (b * T * H + head) * P
+    g += (b * T * H + head) * GATES
+    beta += b * T * H + head
+    output += (b * T * H + head) * P
+    decays += (b * R * H + head) * GATES
+    keys += (b * R * G + group) * N
+    records += (b * R * H + head) * P
+    betas += b * R * H + head
     in_n, in_p = n < N, p < P
     token = tl.arange(0, TP)
-    is_token = token < T
-    # Loads that depend on nothing come first, the widest ahead.
-    at_tile = state + ((b * H + head) * P + p)[:, None, None] * N + n
+
+    # What depends on nothing comes first, and the barrier keeps it there.
+    at_tile = state + p[:, None, None] * N + n
     mask = in_p[:, None, None] & in_n
     WHOLE: tl.constexpr = P % ROWS == 0 and C * L == N
-    if not CHANNEL:
-        tile = _load(at_tile, mask, WHOLE)
+    tile = _load(at_tile, mask, WHOLE)
     first, filled = tl.load(start + b), tl.load(length + b)
     is_fresh = tl.load(fresh + b) != 0
-    at_keys = ((b * T + token) * G + group)[:, None, None] * N + n
-    new_keys = tl.load(k + at_keys, mask=is_token[:, None, None] & in_n, other=0.0)
-    new_key = new_keys.to(tl.float32)
     if T == 1:
-        query = tl.load(q + (b * G + group) * N + n, mask=in_n, other=0.0).to(tl.float32)
+        key_now = _vector(k, 0, True, N, G * N, C, L)
+        query_now = _vector(q, 0, True, N, G * N, C, L)
+        value_now = tl.load(v + p, mask=in_p, other=0.0).to(tl.float32)
+        beta_now = tl.load(beta)
+        if CHANNEL:
+            gate_now = _vector(g, 0, True, N, H * N, C, L)
+        else:
+            gate_now = tl.load(g)
+        new_key = key_now
+    else:
+        place = token[:, None, None] * (G * N) + n
+        new_key = tl.load(k + place, mask=(token < T)[:, None, None] & in_n, other=0.0)
+        new_key = new_key.to(tl.float32)
+    tl.debug_barrier()
+
     due = filled + real > W
     # More records than the window holds would be lost without a word: NaN instead.
     outrun = tl.where(filled > W, float("nan"), 0.0)
-
     if CHANNEL:
         total = tl.zeros((1, C, L), tl.float32)
-        since = tl.zeros((1, C, L), tl.float32)
         apart = tl.zeros((TP, C, L), tl.float32)
     else:
         total = 0.0
-        since = 0.0
         apart = tl.zeros((TP,), tl.float32)
+    since = total
     BLOCKS: tl.constexpr = (W + J - 1) // J
     live_blocks = tl.minimum((filled + J - 1) // J, BLOCKS)
     if BLOCKS == 1:
-        key, weight, total = _window(
-            decays, keys, betas, b, first, filled, 0, total, n, in_n, head, group,
-            H, G, N, R, DELTA, CHANNEL, J,
+        key, record, total = _window(
+            decays, keys, records, betas, first, filled, 0, total, n, in_n, p, in_p,
+            H, G, P, N, R, DELTA, CHANNEL, J, C, L,
         )  # fmt: skip
-    if CHANNEL:
-        tile = _load(at_tile, mask, WHOLE)
-    if BLOCKS > 1:
+    else:
         for turn in range(0, live_blocks):
             i = live_blocks - 1 - turn
             _, total = _decay_within(
-                decays, b, first, filled, i, total, n, in_n, head, H, N, R, CHANNEL, J
+                decays, first, filled, i, total, n, in_n, H, N, R, CHANNEL, J, C, L
             )
     updates = tl.zeros((TP, ROWS), tl.float32)
     for t in range(0, T):
+        if T == 1:
+            gate, value, strength = gate_now, value_now, beta_now
+        else:
+            value = tl.load(v + t * (H * P) + p, mask=in_p, other=0.0).to(tl.float32)
+            strength = tl.load(beta + t * H)
+            if CHANNEL:
+                gate = _vector(g, t, True, N, H * N, C, L)
+            else:
+                gate = tl.load(g + t * H)
         # since: log-decay from the window's end to token t; apart: from each new token to it.
-        if CHANNEL:
-            gate = tl.load(g + ((b * T + t) * H + head) * N + n, mask=in_n, other=0.0)
-            earlier = (token < t)[:, None, None]
-        else:
-            gate = tl.load(g + (b * T + t) * H + head)
-            earlier = token < t
         since += gate
-        apart = tl.where(earlier, apart + gate, 0.0)
-        value = tl.load(v + ((b * T + t) * H + head) * P + p, mask=in_p, other=0.0)
-        value = value.to(tl.float32)
         if CHANNEL:
-            decayed = new_key * tl.exp(apart)
+            apart = tl.where((token < t)[:, None, None], apart + gate, 0.0)
             scale = tl.exp(since)
+            decayed = new_key * tl.exp(apart)
         else:
-            decayed = new_key
+            apart = tl.where(token < t, apart + gate, 0.0)
             scale = 1.0
+            decayed = new_key
         for c in tl.static_range(0 if DELTA else 1, 2):  # the token's k, then its q
             if T == 1:
                 if c == 0:
-                    r = new_key
+                    r = key_now
                 else:
-                    r = query
+                    r = query_now
             else:
-                at_token = ((b * T + t) * G + group) * N + n
                 if c == 0:
-                    r = tl.load(k + at_token, mask=in_n, other=0.0).to(tl.float32)
+                    r = _vector(k, t, True, N, G * N, C, L)
                 else:
-                    r = tl.load(q + at_token, mask=in_n, other=0.0).to(tl.float32)
+                    r = _vector(q, t, True, N, G * N, C, L)
             seen = r * scale  # from the window's end
             if CHANNEL:
                 read = _over_channels(tile * (seen * tl.exp(total)))
@@ -340,54 +391,50 @@ def _step_row(
                 read = _over_channels(tile * seen) * tl.exp(total)
             read = tl.where(is_fresh, 0.0, read) + outrun
             if BLOCKS == 1:
-                read += _replay(
-                    seen, key, weight, records, b, first, filled, 0, p, in_p, head, H, P, R, J
-                )
+                read += _replay(seen, key, record)
             else:
                 later = total * 0.0
                 for turn in range(0, live_blocks):
                     i = live_blocks - 1 - turn
-                    key, weight, later = _window(
-                        decays, keys, betas, b, first, filled, i, later, n, in_n, head, group,
-                        H, G, N, R, DELTA, CHANNEL, J,
+                    key, record, later = _window(
+                        decays, keys, records, betas, first, filled, i, later, n, in_n, p, in_p,
+                        H, G, P, N, R, DELTA, CHANNEL, J, C, L,
                     )  # fmt: skip
-                    read += _replay(
-                        seen, key, weight, records, b, first, filled, i, p, in_p, head, H, P, R, J
-                    )
-            score = _score(decayed, r)
+                    read += _replay(seen, key, record)
+            score = _over_channels(decayed * r)
             if not CHANNEL:
                 read = read * tl.exp(since)
                 score = score * tl.exp(apart)
             if c == 0:
-                score = tl.where(token < t, score, 0.0)
-                value = value - read - tl.sum(updates * score[:, None], axis=0)
+                value = value - read
+                if T > 1:
+                    score = tl.where(token < t, score, 0.0)
+                    value = value - tl.sum(updates * score[:, None], axis=0)
             else:
-                value = value * tl.load(beta + (b * T + t) * H + head)
+                value = value * strength
                 updates = tl.where((token == t)[:, None], value[None, :], updates)
-                score = tl.where(token <= t, score, 0.0)
+                if T > 1:
+                    score = tl.where(token <= t, score, 0.0)
                 out = read + tl.sum(updates * score[:, None], axis=0)
         if MASKED:
             out = tl.where(t < real, out, 0.0)
-        at_output = output + ((b * T + t) * H + head) * P + p
-        tl.store(at_output, out.to(output.dtype.element_ty), mask=in_p)
-
-    if due:
-        folded = _fold(
-            tl.where(is_fresh, 0.0, tile) + outrun, decays, keys, records, betas, b, first, filled,
-            n, in_n, p, in_p, head, group, H, G, P, N, R, W, DELTA, CHANNEL,
-        )  # fmt: skip
-        tl.store(at_tile, folded, mask=mask)
+        tl.store(output + t * (H * P) + p, out.to(output.dtype.element_ty), mask=in_p)
 
     slot = first + filled
     if due:
         slot = (slot + 7) // 8 * 8
-    kept = is_token
-    if MASKED:
-        kept = token < real
+    kept = token < real
+    leads_head = part == 0
     _append(
-        b, head, group, part, p, in_p, n, in_n, slot, kept, new_keys, updates, v, g, beta,
-        decays, keys, records, betas, T, H, G, P, N, R, DELTA, CHANNEL, TP,
+        slot, kept, leads_head, leads_head & (head % (H // G) == 0), updates, k, v, g, beta,
+        decays, keys, records, betas, n, in_n, p, in_p, H, G, P, N, R, DELTA, CHANNEL, TP,
     )  # fmt: skip
+    if due:
+        folded = _fold(
+            tl.where(is_fresh, 0.0, tile) + outrun, decays, keys, records, betas, first, filled,
+            p, in_p, H, G, P, N, R, W, DELTA, CHANNEL, C, L,
+        )  # fmt: skip
+        tl.store(at_tile, folded, mask=mask)
 
 
 @triton.jit
@@ -461,16 +508,21 @@ def replay_fold(
     """Fold the rows `where`; under the delta rule `betas` is not read."""
     b, head, group, _, p, n = _place(H, G, P, N, ROWS, C, L)
     if tl.load(where + b) != 0:
+        GATES: tl.constexpr = N if CHANNEL else 1
         in_n, in_p = n < N, p < P
-        at_tile = state + ((b * H + head) * P + p)[:, None, None] * N + n
+        at_tile = state + (b * H + head) * (P * N) + (p[:, None, None] * N + n)
         mask = in_p[:, None, None] & in_n
         tile = tl.load(at_tile, mask=mask, other=0.0)
         first, filled = tl.load(start + b), tl.load(length + b)
         tile = tl.where(tl.load(fresh + b) != 0, 0.0, tile)
         tile += tl.where(filled > W, float("nan"), 0.0)
         tile = _fold(
-            tile, decays, keys, records, betas, b, first, filled, n, in_n, p, in_p,
-            head, group, H, G, P, N, R, W, DELTA, CHANNEL,
+            tile,
+            decays + (b * R * H + head) * GATES,
+            keys + (b * R * G + group) * N,
+            records + (b * R * H + head) * P,
+            betas + (b * R * H + head),
+            first, filled, p, in_p, H, G, P, N, R, W, DELTA, CHANNEL, C, L,
         )  # fmt: skip
         tl.store(at_tile, tile, mask=mask)
 

@@ -121,32 +121,19 @@ def _vector(
 
 
 @triton.jit
-def _decay_within(
-    decays, first, filled, i, later, n, in_n,
-    H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
-    C: tl.constexpr, L: tl.constexpr,
+def _block_decay(
+    decays, first, filled, i, n, in_n,
+    H: tl.constexpr, R: tl.constexpr, N: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """Log-decays of block i's records to the window's end, and of the block and those after it.
-
-    `later` is the sum over the blocks after it. Sums start at the newest record.
-    """
-    j = i * J + tl.arange(0, J)
-    after = ((j + 1) < filled) & ((j + 1) < (i + 1) * J)
-    slots = _slot(first, j + 1, R)
-    oldest = _slot(first, i * J, R)
+    """Sum of the log-decays of block i, which counts from the newest records back."""
+    j = filled - 1 - i * J - tl.arange(0, J)
+    slots = _slot(first, tl.maximum(j, 0), R)
     if CHANNEL:
         place = slots[:, None, None] * (H * N) + n
-        g = tl.load(decays + place, mask=after[:, None, None] & in_n, other=0.0)
-        g_oldest = _vector(decays, oldest, i * J < filled, N, H * N, C, L)
-        since = tl.cumsum(g, axis=0, reverse=True) + later
-        mine = (tl.arange(0, J) == 0)[:, None, None]
-        total = tl.sum(tl.where(mine, since, 0.0), axis=0, keep_dims=True) + g_oldest
+        g = tl.load(decays + place, mask=(j >= 0)[:, None, None] & in_n, other=0.0)
+        return tl.sum(g, axis=0, keep_dims=True)
     else:
-        g = tl.load(decays + slots * H, mask=after, other=0.0)
-        g_oldest = tl.load(decays + oldest * H, mask=i * J < filled, other=0.0)
-        since = tl.cumsum(g, axis=0, reverse=True) + later
-        total = tl.sum(tl.where(tl.arange(0, J) == 0, since, 0.0), axis=0) + g_oldest
-    return since, total
+        return tl.sum(tl.load(decays + slots * H, mask=j >= 0, other=0.0), axis=0)
 
 
 @triton.jit
@@ -155,25 +142,45 @@ def _window(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Block i: keys [J, C, L] (with their decay by channel), weighted records [J, rows], decays."""
-    j = i * J + tl.arange(0, J)
-    live = j < filled
-    slots = _slot(first, j, R)
+    """Block i, which counts from the newest records back: keys, weighted records, and decay.
+
+    `later` is the log-decay over the blocks of newer records. Keys are [J, C, L], with channel
+    decay as the window's end sees them; otherwise records [J, rows] are weighted so. The decay is
+    the log-decay over this block and those of newer records.
+    """
+    row = tl.arange(0, J)
+    j = filled - 1 - i * J - row
+    live = j >= 0
+    slots = _slot(first, tl.maximum(j, 0), R)
+    newer = _slot(first, tl.maximum(j + 1, 0), R)
+    has_newer = (j >= -1) & (row > 0)
+    oldest = filled - (i + 1) * J
+    if CHANNEL:
+        place = newer[:, None, None] * (H * N) + n
+        g = tl.load(decays + place, mask=has_newer[:, None, None] & in_n, other=0.0)
+        g_oldest = _vector(
+            decays, _slot(first, tl.maximum(oldest, 0), R), oldest >= 0, N, H * N, C, L
+        )
+    else:
+        g = tl.load(decays + newer * H, mask=has_newer, other=0.0)
+        at_oldest = _slot(first, tl.maximum(oldest, 0), R) * H
+        g_oldest = tl.load(decays + at_oldest, mask=oldest >= 0, other=0.0)
     place = slots[:, None, None] * (G * N) + n
     key = tl.load(keys + place, mask=live[:, None, None] & in_n, other=0.0).to(tl.float32)
+    if not DELTA:
+        weight = tl.load(betas + slots * H, mask=live, other=0.0)
+    # The last load here decides how sums over records are laid out.
     place = slots[:, None] * (H * P) + p[None, :]
     mask = live[:, None] & in_p[None, :]
     record = tl.load(records + place, mask=mask, other=0.0).to(tl.float32)
-    if not DELTA:
-        weight = tl.load(betas + slots * H, mask=live, other=0.0)
-    since, total = _decay_within(
-        decays, first, filled, i, later, n, in_n, H, N, R, CHANNEL, J, C, L
-    )
+    since = tl.cumsum(g, axis=0) + later
     if CHANNEL:
+        total = tl.sum(g, axis=0, keep_dims=True) + (later + g_oldest)
         key = key * tl.exp(since)
         if not DELTA:
             record = record * weight[:, None]
     else:
+        total = tl.sum(g, axis=0) + (later + g_oldest)
         decay = tl.exp(since)
         if not DELTA:
             decay = decay * weight
@@ -347,11 +354,8 @@ def _step_row(
             H, G, P, N, R, DELTA, CHANNEL, J, C, L,
         )  # fmt: skip
     else:
-        for turn in range(0, live_blocks):
-            i = live_blocks - 1 - turn
-            _, total = _decay_within(
-                decays, first, filled, i, total, n, in_n, H, N, R, CHANNEL, J, C, L
-            )
+        for i in range(0, live_blocks):
+            total += _block_decay(decays, first, filled, i, n, in_n, H, R, N, CHANNEL, J)
     updates = tl.zeros((TP, ROWS), tl.float32)
     for t in range(0, T):
         if T == 1:
@@ -365,14 +369,14 @@ def _step_row(
                 gate = tl.load(g + t * H)
         # since: log-decay from the window's end to token t; apart: from each new token to it.
         since += gate
+        scale = tl.exp(since)
+        decayed = new_key
         if CHANNEL:
-            apart = tl.where((token < t)[:, None, None], apart + gate, 0.0)
-            scale = tl.exp(since)
-            decayed = new_key * tl.exp(apart)
-        else:
+            if T > 1:
+                apart = tl.where((token < t)[:, None, None], apart + gate, 0.0)
+                decayed = new_key * tl.exp(apart)
+        elif T > 1:
             apart = tl.where(token < t, apart + gate, 0.0)
-            scale = 1.0
-            decayed = new_key
         for c in tl.static_range(0 if DELTA else 1, 2):  # the token's k, then its q
             if T == 1:
                 if c == 0:
@@ -384,38 +388,44 @@ def _step_row(
                     r = _vector(k, t, True, N, G * N, C, L)
                 else:
                     r = _vector(q, t, True, N, G * N, C, L)
-            seen = r * scale  # from the window's end
             if CHANNEL:
+                seen = r * scale  # from the window's end
                 read = _over_channels(tile * (seen * tl.exp(total)))
             else:
+                seen = r
                 read = _over_channels(tile * seen) * tl.exp(total)
             read = tl.where(is_fresh, 0.0, read) + outrun
             if BLOCKS == 1:
                 read += _replay(seen, key, record)
             else:
                 later = total * 0.0
-                for turn in range(0, live_blocks):
-                    i = live_blocks - 1 - turn
+                for i in range(0, live_blocks):
                     key, record, later = _window(
                         decays, keys, records, betas, first, filled, i, later, n, in_n, p, in_p,
                         H, G, P, N, R, DELTA, CHANNEL, J, C, L,
                     )  # fmt: skip
                     read += _replay(seen, key, record)
-            score = _over_channels(decayed * r)
             if not CHANNEL:
-                read = read * tl.exp(since)
-                score = score * tl.exp(apart)
-            if c == 0:
-                value = value - read
-                if T > 1:
-                    score = tl.where(token < t, score, 0.0)
-                    value = value - tl.sum(updates * score[:, None], axis=0)
+                read = read * scale
+            if T == 1:  # what follows, without zeros
+                if c == 0:
+                    value = value - read
+                else:
+                    value = value * strength
+                    updates = value[None, :]
+                    out = read + value * tl.sum(key_now * r)
             else:
-                value = value * strength
-                updates = tl.where((token == t)[:, None], value[None, :], updates)
-                if T > 1:
+                score = _over_channels(decayed * r)
+                if not CHANNEL:
+                    score = score * tl.exp(apart)
+                if c == 0:
+                    score = tl.where(token < t, score, 0.0)
+                    value = value - read - tl.sum(updates * score[:, None], axis=0)
+                else:
                     score = tl.where(token <= t, score, 0.0)
-                out = read + tl.sum(updates * score[:, None], axis=0)
+                    value = value * strength
+                    updates = tl.where((token == t)[:, None], value[None, :], updates)
+                    out = read + tl.sum(updates * score[:, None], axis=0)
         if MASKED:
             out = tl.where(t < real, out, 0.0)
         tl.store(output + t * (H * P) + p, out.to(output.dtype.element_ty), mask=in_p)

@@ -66,15 +66,15 @@ def resolve(
         return "xla"
     if implementation not in (None, *NAMES):
         raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
-    reason = _why_no_kernels(tree)
+    reason = "its kernels take chains of drafts only, found parents" if tree else None
     if reason is None and implementation != "triton":
-        reason = _why_not_mosaic() or _why_not("mosaic_gpu", spec, num_tokens)
+        reason = _why_not_mosaic(spec, num_tokens)
         if reason is None:
             return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
         if implementation is None:
-            reason = why_not_triton(by_name=False) or _why_not("triton", spec, num_tokens)
+            reason = _why_not_triton(spec, num_tokens, by_name=False)
     elif reason is None:
-        reason = why_not_triton() or _why_not("triton", spec, num_tokens)
+        reason = _why_not_triton(spec, num_tokens, by_name=True)
     if reason is None:
         return "triton"
     if implementation is None:
@@ -82,10 +82,8 @@ def resolve(
     raise ValueError(f'implementation={implementation!r} cannot run: {reason}; pass "xla" or None')
 
 
-def _why_no_kernels(tree: bool) -> str | None:
+def _why_no_kernels() -> str | None:
     """Why no kernel of any kind runs."""
-    if tree:
-        return "its kernels take chains of drafts only, found parents"
     if jax.__version_info__ < OLDEST_JAX_FOR_KERNELS:
         oldest = ".".join(map(str, OLDEST_JAX_FOR_KERNELS))
         return f"it needs jax {oldest} or newer, found {jax.__version__}"
@@ -98,41 +96,42 @@ def _why_no_kernels(tree: bool) -> str | None:
     return None
 
 
-def _why_not_mosaic() -> str | None:
-    if _interpreting.get():
-        return None
-    kind = _target()
-    if kind is None:
-        return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-    if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
-        return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
-    return None
-
-
-def why_not_triton(by_name: bool = True) -> str | None:
-    """Why the Triton kernels do not run here; in Triton's interpreter they only do by name."""
-    from triton_kernels import calls
-
-    if calls.interpreting():
-        return calls.why_not() if by_name else "it is interpreted on the CPU"
-    kind = _target()
-    if kind is None:
-        return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-    device = _gpu_at_hand()
-    if device is None or device.device_kind != kind:
-        return f"it compiles for the GPU at hand alone, and {kind!r} is none"
-    if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
-        return (
-            f"it needs compute capability {OLDEST_CAPABILITY_FOR_TRITON} or newer, "
-            f"found {device.compute_capability} ({kind!r})"
-        )
-    return calls.why_not()
-
-
-def _why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | None:
+def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
     from replayssm_jax import kernels
 
-    return kernels.why_not(implementation, spec, num_tokens)
+    if reason := _why_no_kernels():
+        return reason
+    if not _interpreting.get():
+        kind = _target()
+        if kind is None:
+            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+        if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
+            return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
+    return kernels.why_not("mosaic_gpu", spec, num_tokens)
+
+
+def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | None:
+    """Why the Triton kernels do not run; in Triton's interpreter they do by name alone."""
+    from replayssm_jax import kernels
+    from triton_kernels import calls
+
+    if reason := _why_no_kernels():
+        return reason
+    if calls.interpreting():
+        if not by_name:
+            return "it is interpreted on the CPU"
+    else:
+        kind, device = _target(), _gpu_at_hand()
+        if kind is None:
+            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+        if device is None or device.device_kind != kind:
+            return f"it compiles for the GPU at hand alone, and {kind!r} is none"
+        if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
+            return (
+                f"it needs compute capability {OLDEST_CAPABILITY_FOR_TRITON} or newer, "
+                f"found {device.compute_capability} ({kind!r})"
+            )
+    return calls.why_not() or kernels.why_not("triton", spec, num_tokens)
 
 
 def target_is_hopper() -> bool:

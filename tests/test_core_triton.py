@@ -5,11 +5,7 @@ from typing import ClassVar
 import pytest
 from kernel_cases import KernelSuite
 
-
-def why_not():
-    from replayssm_jax import dispatch
-
-    return dispatch.why_not_triton()
+from triton_kernels import calls
 
 
 @pytest.mark.gpu
@@ -18,8 +14,7 @@ class TestTriton(KernelSuite):
 
     @pytest.fixture(autouse=True)
     def needs_jax_triton(self):
-        reason = why_not()
-        if reason:
+        if reason := calls.why_not():
             pytest.skip(reason)
 
 

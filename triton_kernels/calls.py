@@ -22,6 +22,7 @@ _NAMES = {
     "float16": "fp16",
     "bfloat16": "bf16",
     "int32": "i32",
+    "bool": "i1",
 }
 
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replayssm_jax.checks import debug_checks
 from replayssm_jax.decode import commit, flush, step, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.loops import scan_steps, while_loop
@@ -36,6 +37,7 @@ __all__ = [
     "ReplayState",
     "TokenInputs",
     "commit",
+    "debug_checks",
     "flush",
     "init_state",
     "insert",

@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.layers.progress import Progress
+from replayssm_jax.snapshots import Snapshots
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import Pointer, ReplayState, emptied
 
 T = TypeVar("T")
+
+MixerState = ReplayState | Snapshots | jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -22,12 +25,13 @@ class MixerCache:
 
     Attributes:
       history: [B, W, C] ring of raw convolution inputs, W = kernel_size - 1 + max_tokens.
-      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself.
+      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself
+        or `Snapshots` of it.
       progress: tokens of each row; None inside a model's cache, which holds one for all layers.
     """
 
     history: jax.Array
-    state: ReplayState | jax.Array
+    state: MixerState
     progress: Progress | None
 
 
@@ -140,7 +144,7 @@ def reset_rows(cache: T, where: jax.Array) -> T:
         if isinstance(one, KVCache):
             return KVCache(clear(one.key), clear(one.value), progress)
         if not isinstance(one.state, ReplayState):
-            one = dataclasses.replace(one, state=clear(one.state))
+            one = dataclasses.replace(one, state=jax.tree.map(clear, one.state))
         return dataclasses.replace(one, progress=progress)
 
     return jax.tree.map(reset, cache, is_leaf=_is_cache)

@@ -15,17 +15,18 @@ import jax.numpy as jnp
 
 from replayssm_jax.decode import commit, verify
 from replayssm_jax.inputs import TokenInputs
-from replayssm_jax.layers.cache import MixerCache, reset_pointer
+from replayssm_jax.layers.cache import MixerCache, MixerState, reset_pointer
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
+from replayssm_jax.snapshots import Snapshots, verify_snapshots
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, init_state, materialize
 
-Decode = Literal["replay", "recurrent"]
+Decode = Literal["replay", "recurrent", "snapshot"]
 
 
 class ReplayMixer(CachedLayer):
@@ -66,17 +67,22 @@ class ReplayMixer(CachedLayer):
           size: ignored: the cache does not grow with the sequence.
           dtype: dtype of the convolution history, the layer's own by default. The checkpoint is
             float32 whatever this says.
-          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          decode: "replay", or for conventional decoding of the same weights "recurrent", or
+            "snapshot" where drafts must be rolled back: a state is kept for each of them.
           ragged: whether each row has its own replay pointer.
         """
         del size
-        state: ReplayState | jax.Array
+        state: MixerState
         if decode == "replay":
             state = init_state(self.spec, batch_size, ragged=ragged)
         elif decode == "recurrent":
             state = jnp.zeros(self.spec.state_shape(batch_size), self.spec.state_dtype)
+        elif decode == "snapshot":
+            state = Snapshots.zeros(self.spec, batch_size)
         else:
-            raise ValueError(f'decode must be "replay" or "recurrent", found {decode!r}')
+            raise ValueError(
+                f'decode must be "replay", "recurrent" or "snapshot", found {decode!r}'
+            )
         history = self.conv.init_history(batch_size, dtype)
         return MixerCache(history, state, Progress.zeros(batch_size))
 
@@ -146,8 +152,8 @@ class ReplayMixer(CachedLayer):
         return spec, heads
 
     def _recur(
-        self, state: ReplayState | jax.Array | None, inputs: TokenInputs, span: Span, mode: Mode
-    ) -> tuple[jax.Array, ReplayState | jax.Array | None]:
+        self, state: MixerState | None, inputs: TokenInputs, span: Span, mode: Mode
+    ) -> tuple[jax.Array, MixerState | None]:
         axes = self.mesh_axes
         if axes is None:
             return _recur(self.spec, mode, state, inputs, span)
@@ -159,11 +165,11 @@ class ReplayMixer(CachedLayer):
 def _recur(
     spec: ReplaySpec,
     mode: Mode,
-    state: ReplayState | jax.Array | None,
+    state: MixerState | None,
     inputs: TokenInputs,
     span: Span,
-) -> tuple[jax.Array, ReplayState | jax.Array | None]:
-    """Run the records through replay, or conventional decoding where `state` is an array."""
+) -> tuple[jax.Array, MixerState | None]:
+    """Run the records through replay, or conventional decoding where `state` is not one of it."""
     if isinstance(state, ReplayState):
         if mode == "verify":
             return verify(spec, state, inputs, lengths=span.lengths)
@@ -176,6 +182,12 @@ def _recur(
             valid=span.valid if ragged else span.live,
             resets=span.resets,
         )
+    if isinstance(state, Snapshots):
+        if mode == "verify":
+            return verify_snapshots(spec, state, inputs, span.position, span.lengths)
+        o, newest = _recur(spec, mode, state.at(span.position), inputs, span)
+        assert isinstance(newest, jax.Array)
+        return o, state.put(span.end, newest)
     if state is not None and mode == "verify":
         if inputs.v.shape[1] != 1:
             raise ValueError(

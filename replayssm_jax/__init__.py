@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from replayssm_jax.decode import commit, flush, step, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.loops import scan_steps, while_loop
+from replayssm_jax.precision import Scaled
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_scan, recurrent_step
 from replayssm_jax.spec import ReplaySpec
@@ -34,6 +35,7 @@ __all__ = [
     "Pointer",
     "ReplaySpec",
     "ReplayState",
+    "Scaled",
     "TokenInputs",
     "commit",
     "flush",

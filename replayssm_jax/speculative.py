@@ -80,6 +80,7 @@ def speculative_generate(
     state: GenerateState | None = None,
     return_state: bool = False,
     unstack: bool = True,
+    rounding_key: jax.Array | None = None,
 ) -> SpeculativeOutput:
     """Continue prompts as `generate` does, several tokens for each pass of the model.
 
@@ -116,6 +117,8 @@ def speculative_generate(
         sees `prompt` alone, not what came before it.
       return_state: return the state.
       unstack: whether models with `scan_layers` are unstacked before the loop, the drafter's too.
+      rounding_key: None, or a key from `jax.random.key` to round states of a low-precision
+        `state_dtype` stochastically.
 
     Returns:
       A `SpeculativeOutput`. An empty batch gives empty arrays.
@@ -161,6 +164,7 @@ def speculative_generate(
         state=state,
         ragged=True,
         unstack=unstack,
+        rounding_key=rounding_key,
     )
     drafting = _start_drafting(drafter, prompt, capacity, unstack)
     loop = _speculate(model, drafter, rows, drafting, control, unstack)

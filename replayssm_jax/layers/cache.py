@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.layers.progress import Progress
+from replayssm_jax.precision import as_keys
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import Pointer, ReplayState, emptied
 
@@ -22,13 +23,17 @@ class MixerCache:
 
     Attributes:
       history: [B, W, C] ring of raw convolution inputs, W = kernel_size - 1 + max_tokens.
-      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself.
+      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself,
+        in 8 bits a `Scaled`.
       progress: tokens of each row; None inside a model's cache, which holds one for all layers.
+      rounding_key: None, or uint32 [B, H, 2]: keys of a recurrent state that is rounded
+        stochastically; a `ReplayState` holds its own.
     """
 
     history: jax.Array
-    state: ReplayState | jax.Array
+    state: Any
     progress: Progress | None
+    rounding_key: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +85,26 @@ def detach(caches: T) -> tuple[T, Pointer | None]:
 
     stripped = jax.tree.map(strip, caches, is_leaf=_is_cache)
     return stripped, pointers[0] if pointers else None
+
+
+def give_rounding_keys(caches: T, key: jax.Array) -> T:
+    """Have every mixer cache in `caches` round its state stochastically, with keys of its own."""
+    found = 0
+
+    def give(cache: Any) -> Any:
+        nonlocal found
+        if not isinstance(cache, MixerCache):
+            return cache
+        own, found = jax.random.fold_in(key, found), found + 1
+        replay = isinstance(cache.state, ReplayState)
+        state = cache.state.checkpoint if replay else cache.state
+        keys = as_keys(own, state.shape[:-2])
+        if replay:
+            new = dataclasses.replace(cache.state, rounding_key=keys)
+            return dataclasses.replace(cache, state=new)
+        return dataclasses.replace(cache, rounding_key=keys)
+
+    return jax.tree.map(give, caches, is_leaf=_is_cache)
 
 
 def take_rows(cache: T, rows: jax.Array) -> T:
@@ -140,7 +165,7 @@ def reset_rows(cache: T, where: jax.Array) -> T:
         if isinstance(one, KVCache):
             return KVCache(clear(one.key), clear(one.value), progress)
         if not isinstance(one.state, ReplayState):
-            one = dataclasses.replace(one, state=clear(one.state))
+            one = dataclasses.replace(one, state=jax.tree.map(clear, one.state))
         return dataclasses.replace(one, progress=progress)
 
     return jax.tree.map(reset, cache, is_leaf=_is_cache)

@@ -205,7 +205,7 @@ def test_the_checkpoint_does_not_depend_on_the_copy(family):
         for b in range(3)
     ]
     first = None
-    for name in NAMES if family != "mamba2" else ("int8", "float16"):
+    for name in NAMES if family == "gated_delta_net" else ("int8", "bfloat16"):
         copied = dataclasses.replace(spec, read_dtype=name)
         outputs, state, full = run_schedule(copied, inputs, schedule)
         assert error(state.checkpoint, plain.checkpoint) <= 1e-6
@@ -425,7 +425,7 @@ def decode(spec, state, inputs):
     return run(state, inputs)
 
 
-@pytest.mark.parametrize("name", ["float16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("name", ["float16", "int8"])
 def test_a_low_precision_checkpoint_rounds_once_a_window(name):
     """Replay rounds at each fold, conventional decoding at each token; both with and without keys.
 

@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import json
 import platform
+import re
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -125,13 +126,18 @@ def one_head(inputs: rs.TokenInputs, spec: rs.ReplaySpec, head: int) -> rs.Token
 
 
 def adversarial(trained: rs.TokenInputs, memory: float, seed: int) -> rs.TokenInputs:
-    """Random unit keys and values of the trained scale under a decay of exp(-1 / memory)."""
+    """Random unit keys and values, and a state that remembers for `memory` tokens.
+
+    The decay is exp(-1 / memory). The delta rule also forgets by writing over what random keys have
+    in common, about beta / N a token, so beta is small where the memory is long.
+    """
     rng = np.random.default_rng(seed)
     k = rng.standard_normal(trained.k.shape).astype(np.float32)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     q = rng.standard_normal(trained.q.shape).astype(np.float32) * k.shape[-1] ** -0.5
     v = rng.standard_normal(trained.v.shape).astype(np.float32)
-    beta = rng.uniform(0.2, 0.9, trained.beta.shape).astype(np.float32)
+    strength = min(1.0, k.shape[-1] / memory)
+    beta = (strength * rng.uniform(0.2, 0.9, trained.beta.shape)).astype(np.float32)
     g = np.full(trained.g.shape, -1 / memory, np.float32)
     return rs.TokenInputs(*(jnp.asarray(x) for x in (q, k, v, g, beta)))
 
@@ -196,7 +202,8 @@ def marks(length: int) -> list[int]:
 
 def ratio(found: Any, expected: Any) -> float:
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    return float(f"{error:.3g}")
 
 
 def study_head(family: str, length: int, bar: Any) -> list[dict[str, Any]]:
@@ -289,12 +296,12 @@ def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str
             dict(
                 family=family,
                 scheme=scheme.name,
-                bits_per_byte=float(bits.mean()),
-                tail_bits_per_byte=float(bits[tail].mean()),
-                accuracy=float((best == truth).mean()),
-                tail_accuracy=float((best[tail] == truth[tail]).mean()),
-                agreement=float((best == plain).mean()),
-                tail_agreement=float((best[tail] == plain[tail]).mean()),
+                bits_per_byte=round(float(bits.mean()), 5),
+                tail_bits_per_byte=round(float(bits[tail].mean()), 5),
+                accuracy=round(float((best == truth).mean()), 5),
+                tail_accuracy=round(float((best[tail] == truth[tail]).mean()), 5),
+                agreement=round(float((best == plain).mean()), 5),
+                tail_agreement=round(float((best[tail] == plain[tail]).mean()), 5),
             )
         )
         bar()
@@ -302,6 +309,19 @@ def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str
 
 
 # Tables and plots
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """Write the results as JSON, a row a line."""
+    lines = []
+    for name, value in results.items():
+        if name in ("head", "model"):
+            rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
+            lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
+        else:
+            lines.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def at_end(results: dict[str, Any]) -> dict[tuple[str, str, float], dict[str, dict[str, float]]]:
@@ -347,6 +367,30 @@ def model_table(results: dict[str, Any]) -> tuple[list[str], list[Any]]:
             ]
         body.append(line)
     return header, body
+
+
+def tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
+    """All tables by their titles."""
+    last = max(row["tokens"] for row in results["head"])
+    found = {}
+    for family in dict.fromkeys(row["family"] for row in results["head"]):
+        for field in ("output", "state"):
+            title = f"{NAMES[family]}: relative error of the {field} after {last:,} tokens"
+            found[title] = head_table(results, family, field)
+    found["Trained models on held-out text"] = model_table(results)
+    return found
+
+
+def with_tables(page: str, results: dict[str, Any]) -> str:
+    """The page with the table below each `**title**` line replaced by that of the results."""
+    for title, table in tables(results).items():
+        kind = re.escape(title.split(" after ")[0])
+        pattern = rf"\*\*{kind}[^\n]*\*\*\n\n(\|[^\n]*\n)*"
+        new = f"**{title}**\n\n{markdown(table)}\n"
+        page, count = re.subn(pattern, lambda _, new=new: new, page)
+        if count > 1:
+            raise ValueError(f"the page has {count} tables titled {title!r}")
+    return page
 
 
 def show(title: str, table: tuple[list[str], list[Any]], console: Console) -> None:
@@ -433,7 +477,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="files that the models read")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--plot", type=Path, help="only show results that were written before")
-    parser.add_argument("--docs", type=Path, help="also write plots and Markdown tables there")
+    parser.add_argument(
+        "--docs", type=Path, help="also write plots there, and tables into its precision.md"
+    )
     args = parser.parse_args(argv)
     if args.tokens < SEGMENT or args.tokens % SEGMENT:
         parser.error(f"--tokens must be a multiple of {SEGMENT}, found {args.tokens}")
@@ -471,23 +517,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     family, args.text, args.batch, lambda: progress.advance(task)
                 )
                 if args.out is not None:
-                    args.out.parent.mkdir(parents=True, exist_ok=True)
-                    args.out.write_text(json.dumps(results, indent=1) + "\n")
+                    write(results, args.out)
         console.print(f"{time.perf_counter() - begin:.0f} s")
-    last = max(row["tokens"] for row in results["head"])
-    parts = []
-    for family in dict.fromkeys(row["family"] for row in results["head"]):
-        for field in ("output", "state"):
-            title = f"{NAMES[family]}: relative error of the {field} after {last:,} tokens"
-            table = head_table(results, family, field)
-            show(title, table, console)
-            parts.append(f"{title}\n\n{markdown(table)}\n")
-    table = model_table(results)
-    show("Trained models on held-out text", table, console)
-    parts.append(f"Trained models on held-out text\n\n{markdown(table)}\n")
+    for title, table in tables(results).items():
+        show(title, table, console)
     if args.docs is not None:
         plot(results, args.docs)
-        (args.docs / "precision_tables.txt").write_text("\n".join(parts))
+        page = args.docs / "precision.md"
+        page.write_text(with_tables(page.read_text(), results))
     return 0
 
 

@@ -19,7 +19,7 @@ from oracle import (
 )
 
 import replayssm_jax as rs
-from replayssm_jax import precision, window
+from replayssm_jax import dispatch, precision, window
 
 NAMES = tuple(dtype.name for dtype in precision.FORMATS)
 EIGHT_BITS = tuple(dtype.name for dtype in precision.FORMATS if precision.is_scaled(dtype))
@@ -212,7 +212,9 @@ def test_the_checkpoint_does_not_depend_on_the_copy(family):
         assert error(full, plain_state) <= 1e-6
         first = first or (state.checkpoint, full)
         chex.assert_trees_all_equal((state.checkpoint, full), first)
-        chex.assert_trees_all_equal(state.read_copy, precision.encode(state.checkpoint, name))
+        # Not to the bit: a compiler may round the copy of a fold that it kept in wider registers.
+        copy = decoded(encode(state.checkpoint, name))
+        assert error(decoded(state.read_copy), copy) <= STEP[name] / 10
         for b, (wanted, wanted_state) in enumerate(expected):
             kept = np.concatenate([o[b, :n] for o, n in zip(outputs, accepted[:, b], strict=True)])
             assert_close(kept[None], wanted, 2 * STEP[name], f"output of {name}")
@@ -562,24 +564,30 @@ def test_formats_are_refused_by_name(fields, exception, match):
         make_spec("mamba2", **fields)
 
 
-def test_kernels_refuse_by_name_and_the_best_falls_back():
+def test_the_best_implementation_falls_back():
     spec = make_spec("kda", read_dtype="int8")
-    assert "read_dtype=int8" in kernels_why_not(spec)
-    assert "float32, found float16" in kernels_why_not(make_spec("kda", state_dtype="float16"))
-    state = rs.init_state(spec, 1)
-    inputs = random_inputs(spec, 1, 1)
+    state, inputs = rs.init_state(spec, 1), random_inputs(spec, 1, 1)
     output, _ = rs.step(spec, state, inputs)
     chex.assert_trees_all_equal(output, rs.step(spec, state, inputs, implementation="xla")[0])
     with pytest.raises(ValueError, match="'mosaic_gpu' cannot run"):
         rs.step(spec, state, inputs, implementation="mosaic_gpu")
 
 
-def kernels_why_not(spec):
-    from replayssm_jax import dispatch, kernels
-
-    if jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS:
-        pytest.skip("kernels need a newer jax")
-    return kernels.why_not(spec, 1)
+@pytest.mark.skipif(
+    jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS, reason="kernels need a newer jax"
+)
+@pytest.mark.parametrize(
+    "fields, match",
+    [
+        ({"read_dtype": "int8"}, "no low-precision copy, found read_dtype=int8"),
+        ({"state_dtype": "float16"}, "checkpoint must be float32, found float16"),
+    ],
+)
+def test_kernels_refuse_formats_by_name(fields, match):
+    spec = make_spec("kda", num_heads=2, num_groups=2, value_dim=64, key_dim=32, **fields)
+    state, inputs = rs.init_state(spec, 1), random_inputs(spec, 1, 1)
+    with dispatch.interpreted_kernels(), pytest.raises(ValueError, match=match):
+        rs.step(spec, state, inputs, implementation="mosaic_gpu")
 
 
 def test_states_of_another_format_are_refused():
@@ -618,3 +626,17 @@ def test_rounding_keys_are_checked():
             make_spec("kda"),
             dataclasses.replace(state, rounding_key=jnp.zeros((1, 3, 2), jnp.uint32)),
         )
+
+
+def test_a_float64_checkpoint_with_a_copy():
+    """Reference runs may have copies as well; records stay float64."""
+    with jax.enable_x64(True):
+        wide = dict.fromkeys(("state_dtype", "key_dtype", "value_dtype"), jnp.float64)
+        spec = make_spec("gated_delta_net", window=2, read_dtype="int8", **wide)
+        inputs = random_inputs(spec, 1, 5)
+        outputs, state = decode(spec, rs.init_state(spec, 1), inputs)
+        expected, expected_state = reference(spec, inputs)
+        assert outputs.dtype == state.checkpoint.dtype == jnp.float64
+        assert state.read_copy.scale.dtype == jnp.float32
+        assert 1e-5 < error(outputs, expected) < 2e-2
+        assert_close(rs.materialize(spec, state), expected_state, 1e-12, "state")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bandwidth
 import harness
 import jax
 import jax.numpy as jnp
@@ -70,30 +71,42 @@ def conventional_step(spec: rs.ReplaySpec, implementation: str, tokens: int) -> 
     return step
 
 
-def loop(
-    step: Callable[..., Any], steps: int, after: Callable[[Any], Any] = lambda state: state
-) -> Callable[..., Any]:
-    """A compiled loop over steps of all layers, with donated states."""
+def loop(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """A compiled loop over steps of all layers, with donated states.
 
-    def run(states: Any, inputs: Any) -> tuple[Any, Any]:
-        def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-            states, _ = carry
-            pairs = [step(state, token) for state, token in zip(states, inputs, strict=True)]
-            return ([after(state) for _, state in pairs], pairs[-1][0]), None
+    As in a `HybridCache`, one pointer serves all layers that hold none of their own.
+    """
 
-        shape = jax.eval_shape(step, states[0], inputs[0])[0]
-        carry = (states, jnp.zeros(shape.shape, shape.dtype))
+    def run(shared: Any, states: Any, inputs: Any) -> tuple[Any, Any, Any]:
+        def body(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+            pointer, states, _ = carry
+            moved = pointer
+            after = []
+            for state, token in zip(states, inputs, strict=True):
+                if pointer is not None:
+                    state = dataclasses.replace(state, pointer=pointer)
+                output, state = step(state, token)
+                if pointer is not None:
+                    moved, state = state.pointer, dataclasses.replace(state, pointer=None)
+                after.append(state)
+            return (moved, after, output), None
+
+        tokens = inputs[0].v
+        carry = (shared, states, jnp.zeros(tokens.shape, tokens.dtype))
         return jax.lax.scan(body, carry, None, length=steps)[0]
 
-    return jax.jit(run, donate_argnums=0)
+    return jax.jit(run, donate_argnums=(0, 1))
 
 
-def contender(run: Callable[..., Any], states: Any, inputs: Any, calls: int) -> harness.Contender:
+def contender(
+    run: Callable[..., Any], pointer: Any, states: Any, inputs: Any, calls: int
+) -> harness.Contender:
     """Runs go on from where the last one ended."""
-    box = [states]
+    box = [(pointer, states)]
 
-    def once(states: Any) -> Any:
-        box[0], output = run(states, inputs)
+    def once(held: Any) -> Any:
+        pointer, states, output = run(*held, inputs)
+        box[0] = pointer, states
         return output
 
     return harness.Contender(once, prepare=lambda: box[0], calls=calls)
@@ -131,18 +144,6 @@ def check(spec: rs.ReplaySpec, batch: int, implementation: str, tokens: int) -> 
     return harness.check(f"{implementation} state", found, expected_state, limit=STATE_LIMIT)
 
 
-def read_bandwidth() -> float:
-    """Bytes a second that a sum over two gigabytes reads; 0 where there is no GPU."""
-    if jax.default_backend() != "gpu":
-        return 0.0
-    x = jnp.ones((2**29,), jnp.float32)
-    total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 4096), axis=1))
-    timed = harness.time_in_turns(
-        {"sum": harness.Contender(lambda x: total(x), prepare=lambda: x)}, repeats=9
-    )
-    return x.nbytes / timed["sum"].us * 1e6
-
-
 def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
     """Least bytes that a step reads: the state, half a window of records, the new tokens."""
     key = jnp.dtype(spec.key_dtype).itemsize
@@ -172,27 +173,25 @@ def measure(
     inputs = [random_tokens(spec, batch, tokens, seed) for seed in range(count)]
     errors = {name: check(spec, batch, name, tokens) for name in args.implementation}
 
-    def states(staggered: bool) -> list[rs.ReplayState]:
+    def states(how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
         every = [rs.init_state(spec, batch, ragged=True) for _ in range(count)]
-        if not staggered:
-            return every
-        fill = jnp.arange(batch, dtype=jnp.int32) % (window + 1)
-        return [
-            dataclasses.replace(s, pointer=dataclasses.replace(s.pointer, length=fill + 0))
-            for s in every
-        ]
+        if how == "own pointers":
+            return None, every
+        pointer = every[0].pointer
+        if how == "staggered":
+            fill = jnp.arange(batch, dtype=jnp.int32) % (window + 1)
+            pointer = dataclasses.replace(pointer, length=fill)
+        return pointer, [dataclasses.replace(s, pointer=None) for s in every]
 
     contenders = {}
     for name in args.implementation:
-        for how in ("uniform", "staggered") if args.staggered else ("uniform",):
-            run = loop(replay_step(spec, name, tokens), steps)
-            contenders[name, how] = contender(
-                run, states(how == "staggered"), inputs, count * steps
-            )
+        run = loop(replay_step(spec, name, tokens), steps)
+        for how in args.forms:
+            contenders[name, how] = contender(run, *states(how), inputs, count * steps)
     for name in args.baseline:
         run = loop(conventional_step(spec, name, tokens), steps)
         zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
-        contenders["conventional", name] = contender(run, zeros, inputs, count * steps)
+        contenders["conventional", name] = contender(run, None, zeros, inputs, count * steps)
     for one in contenders.values():
         one.once()
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
@@ -202,13 +201,13 @@ def measure(
         if key in baselines:
             continue
         name, how = key
-        bandwidth = args.bandwidth and bytes_read(spec, batch, tokens) / timing.us * 1e6
+        rate = bytes_read(spec, batch, tokens) / timing.us * 1e6
         yield harness.row(
             timing,
             baselines[fastest],
-            case=layers.describe(layer) + ("" if how == "uniform" else ", staggered"),
+            case=layers.describe(layer) + ("" if how == "uniform" else f", {how}"),
             implementation=name,
-            fraction_of_read_bandwidth=bandwidth / args.bandwidth if args.bandwidth else None,
+            fraction_of_read_bandwidth=rate / args.bandwidth if args.bandwidth else None,
             rel_err=errors[name],
             extra={
                 "window": window,
@@ -234,41 +233,36 @@ def measure_fills(
     fills = {f"fill {j}": jnp.full((batch,), j, jnp.int32) for j in range(window + 1)}
     fills["staggered"] = every % window + 1
 
-    def run(states: Any, inputs: Any) -> Any:
-        # The pointer stays where it is, so that every step of the loop is the same one.
-        pointers = [state.pointer for state in states]
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(states: Any, pointer: rs.Pointer, inputs: Any) -> Any:
         step = replay_step(spec, name, 1)
 
         def body(states: Any, _: None) -> tuple[Any, jax.Array]:
-            pairs = [step(state, token) for state, token in zip(states, inputs, strict=True)]
-            kept = [
-                dataclasses.replace(state, pointer=pointer)
-                for (_, state), pointer in zip(pairs, pointers, strict=True)
-            ]
-            return kept, pairs[-1][0][0, 0, 0, 0]
+            after = []
+            for state, token in zip(states, inputs, strict=True):
+                # The pointer stays where it is, so that every step of the loop is the same one.
+                output, state = step(dataclasses.replace(state, pointer=pointer), token)
+                after.append(dataclasses.replace(state, pointer=None))
+            return after, output[0, 0, 0, 0]
 
         return jax.lax.scan(body, states, None, length=2 * window)
 
-    compiled = jax.jit(run, donate_argnums=0)
-    box = [[rs.init_state(spec, batch, ragged=True) for _ in range(count)]]
+    pointer = rs.init_state(spec, batch, ragged=True).pointer
+    box = [[dataclasses.replace(rs.init_state(spec, batch), pointer=None) for _ in range(count)]]
 
     def one_fill(fill: jax.Array) -> harness.Contender:
-        def prepare() -> Any:
-            return [
-                dataclasses.replace(s, pointer=dataclasses.replace(s.pointer, length=fill + 0))
-                for s in box[0]
-            ]
+        filled = dataclasses.replace(pointer, length=fill)
 
         def once(states: Any) -> Any:
-            box[0], outputs = compiled(states, inputs)
+            box[0], outputs = run(states, filled, inputs)
             return outputs
 
-        return harness.Contender(once, prepare=prepare, calls=2 * window * count)
+        return harness.Contender(once, prepare=lambda: box[0], calls=2 * window * count)
 
     contenders: dict[Any, harness.Contender] = {k: one_fill(v) for k, v in fills.items()}
     conventional = loop(conventional_step(spec, name, 1), 2 * window)
     zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
-    contenders["conventional"] = contender(conventional, zeros, inputs, 2 * window * count)
+    contenders["conventional"] = contender(conventional, None, zeros, inputs, 2 * window * count)
     for one in contenders.values():
         one.once()
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
@@ -309,7 +303,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", choices=("mosaic_gpu", "xla"), nargs="+", help="default: as --implementation"
     )
-    parser.add_argument("--staggered", action="store_true", help="also rows at spread fills")
+    parser.add_argument(
+        "--forms",
+        choices=("uniform", "staggered", "own pointers"),
+        nargs="+",
+        default=["uniform"],
+        help="staggered: rows at spread fills; own pointers: one for each layer, not one for all",
+    )
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
     parser.add_argument("--name", default="kernels", help="of the JSON file")
@@ -326,7 +326,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    args.bandwidth = read_bandwidth()
+    args.bandwidth = bandwidth.measure()
+    args.write_bandwidth = bandwidth.measure(write=True)
     console = Console()
     rows: list[harness.Row] = []
     refused = False

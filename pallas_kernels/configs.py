@@ -25,8 +25,10 @@ def configs(problem: Problem) -> list[Config]:
             splits += [n for n in (128, 64) if n < p.value_dim and p.value_dim % n == 0]
         for rows in splits:
             if heads * rows % TILE == 0 and heads * rows <= 512:
-                tiles = heads * rows // TILE
-                found.append(Config(heads, rows, min(2, tiles)))
+                # With one tile in flight three programs fit on a multiprocessor: channel decay,
+                # which works longer on each, gains from that (177 us against 185, KDA on an H200).
+                stages = 1 if p.channel else min(2, heads * rows // TILE)
+                found.append(Config(heads, rows, stages))
     return found
 
 

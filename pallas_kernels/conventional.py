@@ -17,7 +17,6 @@ from jax import lax
 from pallas_kernels.configs import choose, why_not
 from pallas_kernels.layouts import (
     broadcast,
-    is_replicated,
     load,
     state_rows,
     store,
@@ -43,7 +42,6 @@ class Scratch(NamedTuple):
     beta: Any  # for each state row
     output: Any
     state_bar: Any
-    new_bar: Any
 
 
 def scratch_types(p: Problem, c: Config) -> Scratch:
@@ -52,15 +50,14 @@ def scratch_types(p: Problem, c: Config) -> Scratch:
     rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
     return Scratch(
         state=sm((c.stages, TILE, p.key_dim), F32, transforms=swizzled(F32, p.key_dim)),
-        q=sm((1, p.key_dim), p.key_dtype),
-        k=sm((1, p.key_dim), p.key_dtype),
+        q=sm((p.key_dim,), p.key_dtype),
+        k=sm((p.key_dim,), p.key_dtype),
         v=sm(rows, p.value_dtype),
-        g=sm((1, p.key_dim), F32) if p.channel else None,
+        g=sm((p.key_dim,), F32) if p.channel else None,
         decay=None if p.channel else sm(rows, F32),
         beta=sm(rows, F32),
         output=sm(rows, p.value_dtype),
         state_bar=plgpu.Barrier(num_barriers=c.stages),
-        new_bar=plgpu.Barrier(num_arrivals=p.token_copies),
     )
 
 
@@ -79,47 +76,40 @@ class ConventionalStep(Program):
         super().__init__(problem, config, state)
         self.inputs, self.output, self.sm = inputs, output, sm
 
-    def start_loads(self) -> None:
-        """Start the first state tiles and the token."""
-        sm, b = self.sm, self.b
-        q, k, v, g, _ = self.inputs
-        for i in range(self.c.stages):
-            plgpu.copy_gmem_to_smem(self.tile(i), sm.state.at[i], sm.state_bar.at[i])
-        first = pl.ds(0, 1)
-        plgpu.copy_gmem_to_smem(self.rows_of(v, b, 0), sm.v, sm.new_bar)
-        self.bring(q.at[b, first, self.group], sm.q, self.p.bulk_keys, sm.new_bar)
-        self.bring(k.at[b, first, self.group], sm.k, self.p.bulk_keys, sm.new_bar)
-        if self.p.channel:
-            self.bring(g.at[b, first, self.head], sm.g, self.p.bulk_gates, sm.new_bar)
-
-    def read_gates(self) -> None:
-        """Decays and betas as one value for each state row."""
-        sm, b = self.sm, self.b
-        *_, g, beta = self.inputs
+    def load_token(self) -> None:
+        """The token in shared memory, with decay and beta as one value for each state row."""
+        p, sm, b = self.p, self.sm, self.b
+        q, k, v, g, beta = self.inputs
         nothing = zeros(self.shape, self.layout)
-        store(sm.beta, nothing + self.over_rows(self.load_gate(beta, b, 0)))
-        if not self.p.channel:
-            store(sm.decay, nothing + self.over_rows(jnp.exp(self.load_gate(g, b, 0))))
+        # All loads come first, so that they wait for device memory once.
+        places = [
+            (sm.q, load(q.at[b, 0, self.group], self.channels)),
+            (sm.k, load(k.at[b, 0, self.group], self.channels)),
+            (sm.v, load(self.rows_of(v, b, 0), self.layout)),
+            (sm.beta, nothing + self.over_rows(self.load_gate(beta, b, 0))),
+        ]
+        if p.channel:
+            places.append((sm.g, jnp.exp(load(g.at[b, 0, self.head], self.channels))))
+        else:
+            decay = jnp.exp(self.load_gate(g, b, 0))
+            places.append((sm.decay, nothing + self.over_rows(decay)))
+        for place, value in places:
+            store(place, value)
 
     def run(self) -> None:
         """The whole program."""
         p, sm, stages = self.p, self.sm, self.c.stages
         layout, shape = state_rows(p.key_dim), (TILE, p.key_dim)
-        self.start_loads()
-        self.read_gates()
-        plgpu.barrier_wait(sm.new_bar)
-        if p.channel:
-            decay = jnp.exp(load(sm.g.at[0], self.channels))
-            if is_replicated(p.key_dim):
-                plgpu.commit_smem()
-            store(sm.g.at[0], decay)
+        for i in range(stages):
+            plgpu.copy_gmem_to_smem(self.tile(i), sm.state.at[i], sm.state_bar.at[i])
+        self.load_token()
         plgpu.commit_smem()
 
         def along_rows(ref: Any, i: Any) -> jax.Array:
             return load(self.tile_rows(ref, i=i), layout.reduce(1)).astype(F32)
 
         def columns(ref: Any) -> jax.Array:
-            return broadcast(load(ref.at[0], layout.reduce(0)).astype(F32), shape, (1,), layout)
+            return broadcast(load(ref, layout.reduce(0)).astype(F32), shape, (1,), layout)
 
         key, query = columns(sm.k), columns(sm.q)
 
@@ -155,7 +145,8 @@ class ConventionalStep(Program):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
 
-        plgpu.copy_smem_to_gmem(sm.output, self.rows_of(self.output, self.b, 0))
+        plgpu.commit_smem()
+        store(self.rows_of(self.output, self.b, 0), load(sm.output, self.layout))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -185,8 +176,9 @@ def launch(
         raise ValueError(reason)
     chosen = config or choose(p, mode)
     assert chosen is not None
-    if config is None and p.batch * programs_per_row(p, chosen) >= _MANY_PROGRAMS:
-        chosen = dataclasses.replace(chosen, stages=min(4, chosen.num_tiles))
+    if config is None:
+        stages = 4 if p.batch * programs_per_row(p, chosen) >= _MANY_PROGRAMS else 2
+        chosen = dataclasses.replace(chosen, stages=min(stages, chosen.num_tiles))
 
     def body(*refs: Any) -> None:
         ConventionalStep(p, chosen, state, refs[:5], refs[5], refs[6]).run()

@@ -130,16 +130,23 @@ class Step(Program):
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
 
-    def start_tokens(self) -> None:
-        """Start the copies of the new tokens."""
+    def load_tokens(self) -> list[tuple[Any, jax.Array]]:
+        """Start loading the new tokens, as (place in shared memory, value) pairs.
+
+        Too little for bulk copies: each would cost the host a descriptor at every launch.
+        """
         p, sm, b = self.p, self.sm, self.b
         q, k, v, g, _ = self.inputs
-        every = pl.ds(0, p.num_tokens)
-        plgpu.copy_gmem_to_smem(self.rows_of(v, b, every), sm.v, sm.new_bar)
-        self.bring(q.at[b, every, self.group], sm.q, p.bulk_keys, sm.new_bar)
-        self.bring(k.at[b, every, self.group], sm.k.at[every], p.bulk_keys, sm.new_bar)
-        if p.channel:
-            self.bring(g.at[b, every, self.head], sm.g, p.bulk_gates, sm.new_bar)
+        loads = []
+        for t in range(p.num_tokens):
+            loads += [
+                (sm.q.at[t], load(q.at[b, t, self.group], self.channels)),
+                (sm.k.at[t], load(k.at[b, t, self.group], self.channels)),
+                (sm.v.at[t], load(self.rows_of(v, b, t), self.layout)),
+            ]
+            if p.channel:
+                loads.append((sm.g.at[t], load(g.at[b, t, self.head], self.channels)))
+        return loads
 
     def start_window(self) -> None:
         """Start the copies of the committed records, in chunks, live ones only."""
@@ -379,9 +386,9 @@ class Step(Program):
                 query = query + updates[i] * self.pair_score(t, i, between)
             if self.mode.masked:
                 query = jnp.where(t < self.num_new, query, 0.0)
-            store(sm.output.at[t], query.astype(p.value_dtype))
-            if p.delta and self.mode.append:
-                store(sm.update.at[t], updates[t])
+            self.write_output(t, query)
+            if self.mode.append:
+                self.append(t, folded, updates[t] if p.delta else load(sm.v.at[t], self.layout))
 
     def decays_to(self, t: int) -> dict[int, jax.Array]:
         """Scalar decay: decay from each new token i < t to t, for each row."""
@@ -526,55 +533,52 @@ class Step(Program):
                 state = plgpu.mma(state, records, keys)
         return state
 
-    def append(self, folded: bool) -> None:
-        """Record the new tokens behind the committed ones."""
-        p, sm, b = self.p, self.sm, self.b
+    def append(self, t: int, folded: bool, record: jax.Array) -> None:
+        """Record new token t, with its update or value, behind the committed ones."""
+        p, sm, b, ring = self.p, self.sm, self.b, self.ring
         first = self.start + self.length
         if folded:
             first = (first + 7) // 8 * 8
-        for t in range(p.num_tokens):
 
-            @(pl.when(t < self.num_new) if self.mode.masked else lambda record: record())
-            def _(t: int = t) -> None:
-                slot = lax.rem(first + t, p.capacity)
-                ring = self.ring
-                new, kept = (sm.update, ring.update) if p.delta else (sm.v, ring.value)
-                plgpu.copy_smem_to_gmem(new.at[t], self.rows_of(kept, b, slot))
-                if not p.channel:
-                    self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
-                if not p.delta:
-                    self.store_gate(self.load_heads(sm.new_gate, 1, t), ring.beta, b, slot)
+        @(pl.when(t < self.num_new) if self.mode.masked else lambda keep: keep())
+        def _() -> None:
+            slot = lax.rem(first + t, p.capacity)
+            store(self.rows_of(ring.update if p.delta else ring.value, b, slot), record)
+            if not p.channel:
+                self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
+            if not p.delta:
+                self.store_gate(self.load_heads(sm.new_gate, 1, t), ring.beta, b, slot)
 
-                @pl.when(self.leads_group)
+            @pl.when(self.leads_group)
+            def _() -> None:
+                store(ring.key.at[b, slot, self.group], load(sm.k.at[t], self.channels))
+
+            if p.channel:
+
+                @pl.when(self.leads_head)
                 def _() -> None:
-                    self.send(sm.k.at[t], ring.key.at[b, slot, self.group], p.bulk_keys)
+                    kept = ring.log_decay.at[b, slot, self.head]
+                    store(kept, load(sm.g.at[t], self.channels))
 
-                if p.channel:
-
-                    @pl.when(self.leads_head)
-                    def _() -> None:
-                        kept = ring.log_decay.at[b, slot, self.head]
-                        self.send(sm.g.at[t], kept, p.bulk_gates)
-
-    def write_output(self) -> None:
-        """Send the outputs off."""
-        every = pl.ds(0, self.p.num_tokens)
-        plgpu.copy_smem_to_gmem(self.sm.output, self.rows_of(self.output, self.b, every))
+    def write_output(self, t: int, value: jax.Array) -> None:
+        """Write the output of new token t."""
+        store(self.rows_of(self.output, self.b, t), value.astype(self.p.value_dtype))
 
     def work(self) -> None:
         """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
         p = self.p
         self.start_state()
-        if p.num_tokens:
-            self.start_tokens()
+        tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
         self.start_window()
         self.weigh_records()
-        if p.num_tokens:
-            plgpu.barrier_wait(self.sm.new_bar)
+        for place, value in tokens:
+            store(place, value)
         if p.channel:
             self.wait_window()
             self.decay_keys()
+            if is_replicated(p.key_dim):
+                plgpu.commit_smem()
             self.decay_columns()
         plgpu.commit_smem()
 
@@ -597,10 +601,6 @@ class Step(Program):
             self.score_new()
             plgpu.commit_smem()
             self.finish(folded)
-            plgpu.commit_smem()
-            self.write_output()
-            if self.mode.append:
-                self.append(folded)
 
         if not p.num_tokens:
             with_fold()
@@ -613,12 +613,8 @@ class Step(Program):
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""
-        if self.p.num_tokens:
-            for t in range(self.p.num_tokens):
-                zero = zeros(self.shape, self.layout).astype(self.p.value_dtype)
-                store(self.sm.output.at[t], zero)
-            plgpu.commit_smem()
-            self.write_output()
+        for t in range(self.p.num_tokens):
+            self.write_output(t, zeros(self.shape, self.layout))
 
     def run(self) -> None:
         """The whole program."""

@@ -83,21 +83,6 @@ class Problem:
         return 3 if self.channel or self.key_dtype != jnp.bfloat16 else 1
 
     @property
-    def bulk_keys(self) -> bool:
-        """Whether a key is copied in bulk, which takes multiples of 128 bytes."""
-        return self.key_dim * jnp.dtype(self.key_dtype).itemsize % 128 == 0
-
-    @property
-    def bulk_gates(self) -> bool:
-        """Whether the log-decays of a head's channels are copied in bulk."""
-        return self.channel and self.key_dim * 4 % 128 == 0
-
-    @property
-    def token_copies(self) -> int:
-        """Bulk copies that bring the new tokens: v, and q, k and g where they can."""
-        return 1 + 2 * self.bulk_keys + self.bulk_gates
-
-    @property
     def record_dtype(self) -> Any:
         """Of the ring that a fold weighs: updates (delta rule) or values."""
         return jnp.dtype(jnp.float32) if self.delta else self.value_dtype

@@ -100,20 +100,3 @@ class Program:
         if self.c.heads == 1:
             return value
         return broadcast(value, self.shape, (0,), self.layout)
-
-    # Vectors over the key channels, in bulk where their size allows
-
-    def bring(self, source: Any, target: Any, bulk: bool, barrier: Any) -> None:
-        """Copy [T, N] from device memory to shared memory."""
-        if bulk:
-            plgpu.copy_gmem_to_smem(source, target, barrier)
-            return
-        for t in range(source.shape[0]):
-            store(target.at[t], load(source.at[t], self.channels))
-
-    def send(self, source: Any, target: Any, bulk: bool) -> None:
-        """Copy [N] from shared memory to device memory."""
-        if bulk:
-            plgpu.copy_smem_to_gmem(source, target)
-        else:
-            store(target, load(source, self.channels))

@@ -33,13 +33,10 @@ class Scratch(NamedTuple):
     new_gate: Any  # log-decay and beta of the new tokens, for each head
     score: Any  # <k_j, r> for each column r, window and new records j
     read: Any  # S r for each column r
-    update: Any  # u of the new tokens
-    output: Any
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
     shared: Any  # None, or gate and key in one place with fold_key, which is made of them
     state_bar: Any
-    new_bar: Any
     window_bar: Any
 
     def unpacked(self) -> Scratch:
@@ -85,13 +82,10 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         new_gate=sm((2, tokens, *heads), F32),
         score=sm((columns, window + p.padded_tokens), F32),
         read=sm((columns, *rows), F32),
-        update=sm((tokens, *rows), F32) if p.delta else None,
-        output=sm((tokens, *rows), p.value_dtype),
         fold_record=sm((3, window, TILE), bf16, transforms=operand) if mode.fold else None,
         fold_key=None,
         shared=shared,
         state_bar=plgpu.Barrier(num_barriers=c.stages),
-        new_bar=plgpu.Barrier(num_arrivals=p.token_copies),
         window_bar=plgpu.Barrier(num_arrivals=3 if channel else 2, num_barriers=p.num_chunks),
     )
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from replayssm_jax.checks import debug_checks
 from replayssm_jax.decode import commit, flush, step, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.loops import scan_steps, while_loop
@@ -38,6 +39,7 @@ __all__ = [
     "Scaled",
     "TokenInputs",
     "commit",
+    "debug_checks",
     "flush",
     "init_state",
     "insert",

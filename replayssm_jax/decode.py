@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import checkify
 
 from replayssm_jax import dispatch, window
+from replayssm_jax.checks import debug_check
 from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
@@ -192,8 +192,8 @@ def check_lengths(
     lengths = check_array("lengths", lengths, state.checkpoint.shape[:1], jnp.integer)
     known = concrete(lengths)
     if known is None:
-        checkify.debug_check(
-            jnp.all((lengths >= 0) & (lengths <= num_tokens)), "lengths must lie in [0, T]"
+        debug_check(
+            lambda: jnp.all((lengths >= 0) & (lengths <= num_tokens)), "lengths must lie in [0, T]"
         )
     elif ((known < 0) | (known > num_tokens)).any():
         raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
@@ -293,11 +293,15 @@ def _ancestry(parents: jax.Array) -> jax.Array:
 
 
 def _check_real_gates(g: jax.Array, real: jax.Array | None) -> None:
-    """As `check_gates`, where values are known only at run time: off unless under `checkify`."""
-    good = jnp.isfinite(g) & (g <= 0)
-    if real is not None:
-        good = good | ~real.reshape(*real.shape, *(1,) * (g.ndim - 2))
-    checkify.debug_check(jnp.all(good), "g must be finite and at most 0")
+    """As `check_gates`, where values are known only at run time: off but in `debug_checks`."""
+
+    def holds() -> jax.Array:
+        good = jnp.isfinite(g) & (g <= 0)
+        if real is not None:
+            good = good | ~real.reshape(*real.shape, *(1,) * (g.ndim - 2))
+        return jnp.all(good)
+
+    debug_check(holds, "g must be finite and at most 0")
 
 
 def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
@@ -411,8 +415,8 @@ def _step(
 @jax.jit
 def _commit(pointer: Pointer, accepted: jax.Array) -> Pointer:
     accepted = accepted.astype(jnp.int32)
-    checkify.debug_check(
-        jnp.all((accepted >= 0) & (accepted <= pointer.pending)),
+    debug_check(
+        lambda: jnp.all((accepted >= 0) & (accepted <= pointer.pending)),
         "accepted must lie in [0, pending]",
     )
     length = pointer.length + jnp.clip(accepted, 0, pointer.pending)

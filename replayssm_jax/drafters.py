@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.models.mtp import MTPHeads
 from replayssm_jax.prompts import Prompt
 from replayssm_jax.sampling import Sampling, draw_from, shape_logits
 from replayssm_jax.spec import check_int, round_up
@@ -32,6 +33,8 @@ class Turn(NamedTuple):
       live: bool [B], rows that go on; what is proposed for others is not looked at.
       sampling: how the target samples.
       keys: [B] keys of the rows, None where all are greedy.
+      hidden: [B, d_model], the target's hidden state that `token` was drawn from; None unless
+        the drafter has `reads_hidden`.
     """
 
     token: jax.Array
@@ -39,6 +42,7 @@ class Turn(NamedTuple):
     live: jax.Array
     sampling: Sampling
     keys: jax.Array | None
+    hidden: jax.Array | None = None
 
 
 class Drafts(NamedTuple):
@@ -57,7 +61,10 @@ class Drafts(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What `speculative_generate` asks of a drafter; all of it runs inside one compiled loop."""
+    """What `speculative_generate` asks of a drafter; all of it runs inside one compiled loop.
+
+    A drafter whose attribute `reads_hidden` is true finds the target's hidden state in its turns.
+    """
 
     @property
     def num_drafts(self) -> int:
@@ -74,6 +81,11 @@ class Drafter(Protocol):
 
         `tokens` are the newest token and the drafts; 0 are kept in rows that have ended.
         """
+
+
+def reads_hidden(drafter: Drafter) -> bool:
+    """Whether a drafter asks for `Turn.hidden`; one without the attribute does not."""
+    return bool(getattr(drafter, "reads_hidden", False))
 
 
 class NGramState(NamedTuple):
@@ -157,6 +169,29 @@ def _write(state: NGramState, new: jax.Array, count: jax.Array) -> jax.Array:
     return state.tokens.at[rows, at].set(new, mode="drop")
 
 
+def _drafting_sampling(turn: Turn) -> Sampling:
+    """How drafts are drawn: as the target's tokens, but not by what the rows have seen."""
+    return dataclasses.replace(turn.sampling, repetition_penalty=None)
+
+
+def _drafting_keys(turn: Turn) -> jax.Array | None:
+    """Keys [B] that nothing else draws from."""
+    if turn.keys is None:
+        return None
+    return jax.vmap(lambda key: jax.random.fold_in(key, jnp.uint32(_DRAFTING)))(turn.keys)
+
+
+def _draw_draft(
+    sampling: Sampling, logits: jax.Array, keys: jax.Array | None, positions: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """A draft int32 [B], and the logits [B, V] it was drawn from, None for greedy ones."""
+    if sampling.temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+    assert keys is not None
+    shaped = shape_logits(sampling, logits)
+    return draw_from(shaped, keys, positions), shaped
+
+
 class ModelDrafterState(NamedTuple):
     """The draft model's cache, and the newest token [B] where it `lags` ([B] int32, 0 or 1)."""
 
@@ -204,10 +239,8 @@ class ModelDrafter:
         """Draft token by token; all of them stay pending in the draft model's cache."""
         batch_size = turn.token.shape[0]
         rows = jnp.arange(batch_size, dtype=jnp.int32)
-        sampling = dataclasses.replace(turn.sampling, repetition_penalty=None)
-        keys = turn.keys
-        if keys is not None:
-            keys = jax.vmap(lambda key: jax.random.fold_in(key, jnp.uint32(_DRAFTING)))(keys)
+        sampling = _drafting_sampling(turn)
+        keys = _drafting_keys(turn)
         line = jnp.zeros((batch_size, self.num_drafts + 1), jnp.int32)
         line = line.at[:, 0].set(state.unseen).at[rows, state.lag].set(turn.token)
 
@@ -217,12 +250,7 @@ class ModelDrafter:
             lengths = jnp.where(turn.live, last + 1, 0)
             logits, cache = self.model.verify(line, cache, lengths=lengths)
             logits = jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
-            if sampling.temperature is None:
-                token, shaped = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-            else:
-                assert keys is not None
-                shaped = shape_logits(sampling, logits)
-                token = draw_from(shaped, keys, turn.position + 1 + i)
+            token, shaped = _draw_draft(sampling, logits, keys, turn.position + 1 + i)
             line = line.at[rows, last + 1].set(token, mode="drop")
             return (line, cache), (token, shaped)
 
@@ -240,3 +268,160 @@ class ModelDrafter:
         cache = self.model.commit(state.cache, seen)
         lag = (kept > self.num_drafts).astype(jnp.int32)
         return ModelDrafterState(cache, tokens[:, -1], lag)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("heads", "model"), meta_fields=("num_drafts",)
+)
+@dataclasses.dataclass(frozen=True)
+class MTPDrafter:
+    """Heads on the target's hidden state, which sample as the target does.
+
+    Nothing has to be rolled back: each round starts from the hidden state that the target's last
+    pass left. With a `state` that `generate` returned, the first round has none and starts from
+    zeros.
+
+    Attributes:
+      heads: of the target's width.
+      model: the target itself, for its embedding and its output head.
+      num_drafts: drafts of a round.
+    """
+
+    heads: MTPHeads
+    model: HybridLM
+    num_drafts: int = 3
+    reads_hidden: ClassVar[bool] = True
+
+    def start(self, prompt: Prompt, capacity: int) -> tuple[()]:
+        """Check the widths: there is no state."""
+        del prompt, capacity
+        check_int("num_drafts", self.num_drafts)
+        if self.heads.d_model != self.model.config.d_model:
+            raise ValueError(
+                f"the heads need a target with d_model={self.heads.d_model}, found "
+                f"d_model={self.model.config.d_model}"
+            )
+        return ()
+
+    def propose(self, state: tuple[()], turn: Turn) -> tuple[Drafts, tuple[()]]:
+        """Draft token by token, each from the hidden state and the token before it."""
+        if turn.hidden is None:
+            raise ValueError("MTPDrafter needs Turn.hidden, found None")
+        sampling, keys = _drafting_sampling(turn), _drafting_keys(turn)
+        hidden, token = turn.hidden, turn.token
+        tokens: list[jax.Array] = []
+        drawn_from: list[jax.Array] = []
+        for k in range(self.num_drafts):
+            hidden = self.heads(self.model, hidden, token, k)
+            token, shaped = _draw_draft(
+                sampling, self.model.logits(hidden), keys, turn.position + 1 + k
+            )
+            tokens.append(token)
+            if shaped is not None:
+                drawn_from.append(shaped)
+        lengths = jnp.full(token.shape, self.num_drafts, jnp.int32)
+        logits = jnp.stack(drawn_from, axis=1) if drawn_from else None
+        return Drafts(jnp.stack(tokens, axis=1), lengths, logits), state
+
+    def observe(self, state: tuple[()], tokens: jax.Array, kept: jax.Array) -> tuple[()]:
+        """Nothing to learn: the target's hidden state knows."""
+        del tokens, kept
+        return state
+
+
+class AdaptiveState(NamedTuple):
+    """The drafter's own state, how many drafts were accepted and tested lately, float32 [B], and
+    how many are proposed now, int32 [B].
+    """
+
+    inner: Any
+    accepted: jax.Array
+    tested: jax.Array
+    proposed: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("drafter",),
+    meta_fields=("cost", "memory", "prior"),
+)
+@dataclasses.dataclass(frozen=True)
+class AdaptiveDrafter:
+    """Another drafter, of whose drafts each row proposes as many as its acceptance makes pay.
+
+    From the drafts of a row that were accepted and refused lately follows its probability a that
+    a draft is accepted where those before it are. A round with n drafts emits 1 + a + ... + a^n
+    tokens in expectation (arXiv:2211.17192, equation 1) and costs 1 + n cost: each row takes the n
+    with the best ratio. Rows that propose nothing fall back to the prior, so they try again.
+
+    It depends on what came of earlier rounds alone, so tokens keep the target's distribution. The
+    width of a pass is static: what shorter drafts save is ring space, hence flushes, and the work
+    of kernels that skip what is not real.
+
+    Attributes:
+      drafter: what proposes.
+      cost: time that one more draft adds, in times of a pass without any; drafting included.
+      memory: weight of what came before a round, in [0, 1).
+      prior: acceptance that a row starts from, worth one tested draft.
+    """
+
+    drafter: Drafter
+    cost: float = 0.1
+    memory: float = 0.9
+    prior: float = 0.7
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "cost": self.cost > 0,
+            "memory": 0 <= self.memory < 1,
+            "prior": 0 < self.prior < 1,
+        }
+        wanted = {"cost": "above 0", "memory": "in [0, 1)", "prior": "in (0, 1)"}
+        for name, allowed in ranges.items():
+            if not allowed:
+                raise ValueError(f"{name} must be {wanted[name]}, found {getattr(self, name)}")
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of one round, the other drafter's."""
+        return self.drafter.num_drafts
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether the other drafter does."""
+        return reads_hidden(self.drafter)
+
+    def start(self, prompt: Prompt, capacity: int) -> AdaptiveState:
+        """Start the other drafter; nothing is known of its drafts."""
+        zeros = jnp.zeros((prompt.tokens.shape[0],), jnp.float32)
+        inner = self.drafter.start(prompt, capacity)
+        return AdaptiveState(inner, zeros, jnp.zeros_like(zeros), zeros.astype(jnp.int32))
+
+    def propose(self, state: AdaptiveState, turn: Turn) -> tuple[Drafts, AdaptiveState]:
+        """Propose the first of the other drafter's drafts."""
+        drafts, inner = self.drafter.propose(state.inner, turn)
+        lengths = jnp.minimum(drafts.lengths, self.best_length(state))
+        return drafts._replace(lengths=lengths), state._replace(inner=inner, proposed=lengths)
+
+    def best_length(self, state: AdaptiveState) -> jax.Array:
+        """Return int32 [B] in [0, num_drafts], the drafts that pay best."""
+        rate = (state.accepted + self.prior) / (state.tested + 1)
+        drafts = jnp.arange(self.num_drafts + 1, dtype=jnp.float32)[None, :]
+        emitted = jnp.cumsum(rate[:, None] ** drafts, axis=1)
+        return jnp.argmax(emitted / (1 + self.cost * drafts), axis=1).astype(jnp.int32)
+
+    def observe(self, state: AdaptiveState, tokens: jax.Array, kept: jax.Array) -> AdaptiveState:
+        """Count what was accepted, and the one that was refused."""
+        accepted = jnp.maximum(kept - 1, 0)
+        tested = jnp.minimum(accepted + 1, state.proposed)
+        on, keep = kept > 0, jnp.float32(self.memory)
+
+        def count(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(on, keep * old + new.astype(jnp.float32), old)
+
+        return AdaptiveState(
+            self.drafter.observe(state.inner, tokens, kept),
+            count(state.accepted, accepted),
+            count(state.tested, tested),
+            state.proposed,
+        )

@@ -84,7 +84,8 @@ def generate(
         up by default. Limits above it are cut to it.
       cache_size: positions of the KV caches, by default enough for prompt and new tokens. Rows
         end with `StopReason.LENGTH` when it is full.
-      decode: "replay", or "recurrent" for conventional decoding of the same weights.
+      decode: "replay", or "recurrent" for conventional decoding of the same weights ("snapshot"
+        also decodes so, and its state can go on in `speculative_generate`).
       state: from an earlier call with `return_state`; `prompt` then continues its rows and may be
         empty. Its buffers are donated: do not use it again.
       return_state: return the state. Rows that have ended then stay exactly where they are.

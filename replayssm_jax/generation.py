@@ -29,11 +29,14 @@ class GenerateState:
       cache: of the model.
       logits: float32 [B, V], of the next token.
       seen: [B, V] bool, tokens so far; None unless a repetition penalty was in use.
+      hidden: [B, d_model], the target's hidden state that `logits` are of; None unless a drafter
+        that reads it was in use.
     """
 
     cache: HybridCache
     logits: jax.Array
     seen: jax.Array | None = None
+    hidden: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +127,7 @@ def start(
     ragged: bool,
     unstack: bool,
     rounding_key: jax.Array | None = None,
+    keeps_hidden: bool = False,
 ) -> tuple[Control, Carry]:
     """Check the arguments and prefill."""
     batch_size, width = prompt.tokens.shape
@@ -151,6 +155,12 @@ def start(
         raise ValueError("rounding_key goes with new states: the given state has its own or none")
     elif sampling.repetition_penalty is not None and state.seen is None:
         raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
+    if keeps_hidden and state.hidden is None:
+        # A state of `generate` has none: the first drafts then follow from zeros.
+        hidden = jnp.zeros((batch_size, model.config.d_model), model.dtype)
+        state = dataclasses.replace(state, hidden=hidden)
+    elif not keeps_hidden:
+        state = dataclasses.replace(state, hidden=None)
     _check_room(prompt, state.cache)
     control = Control(
         sampling=sampling,
@@ -217,14 +227,16 @@ def _prefill(
     model = unstack_layers(model) if unstack else model
     tokens, valid = prompt
     batch_size, width = tokens.shape
-    logits, seen = state.logits, state.seen
+    logits, seen, hidden = state.logits, state.seen, state.hidden
     cache = state.cache
     if width:
-        new, cache = model.prefill(tokens, cache, valid=valid, last_only=True)
-        if valid is None:
-            logits = new
-        else:
-            logits = jnp.where(jnp.any(valid, axis=1)[:, None], new, logits)
+        x, cache = model.prefill_hidden(tokens, cache, valid=valid, last_only=True)
+        new = model.logits(x)
+        if valid is not None:
+            real = jnp.any(valid, axis=1)[:, None]
+            new = jnp.where(real, new, logits)
+            x = x if hidden is None else jnp.where(real, x, hidden)
+        logits, hidden = new, None if hidden is None else x
         if seen is not None:
             rows = jnp.arange(batch_size)[:, None]
             at = tokens if valid is None else jnp.where(valid, tokens, seen.shape[1])
@@ -233,7 +245,7 @@ def _prefill(
     done = room(control, cache, counts, capacity) <= 0
     zeros = jnp.zeros((batch_size, capacity), jnp.float32)
     return Carry(
-        state=GenerateState(cache, logits, seen),
+        state=GenerateState(cache, logits, seen, hidden),
         column=jnp.zeros((), jnp.int32),
         done=done,
         reason=jnp.where(done, jnp.int32(StopReason.LENGTH), 0),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.drafters import Drafter, Drafts, Turn
+from replayssm_jax.drafters import Drafter, Drafts, Turn, reads_hidden
 from replayssm_jax.generation import (
     Carry,
     Control,
@@ -77,6 +77,7 @@ def speculative_generate(
     bos_token: int | None = None,
     capacity: int | None = None,
     cache_size: int | None = None,
+    decode: Literal["replay", "snapshot"] = "replay",
     state: GenerateState | None = None,
     return_state: bool = False,
     unstack: bool = True,
@@ -97,7 +98,7 @@ def speculative_generate(
     Args:
       model: a `HybridLM` with `max_tokens` of at least 1 + drafts.
       prompt: int [B, T], or a list of B token lists of any lengths.
-      drafter: such as `NGramDrafter()` or `ModelDrafter(model)`.
+      drafter: such as `NGramDrafter()`, `ModelDrafter(model)` or `MTPDrafter(heads, model)`.
       max_new_tokens: an int, or int [B] for a limit of each row.
       lengths: [B], real tokens at the front of each row.
       valid: [B, T] bool, real tokens in any pattern.
@@ -113,6 +114,8 @@ def speculative_generate(
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for.
       cache_size: positions of the target's KV caches.
+      decode: "replay", or "snapshot" for conventional decoding with a state for each draft, which
+        replay is compared with. A `state` stays what it is.
       state: from an earlier call, of `generate` too, with `return_state`; donated. The drafter
         sees `prompt` alone, not what came before it.
       return_state: return the state.
@@ -160,11 +163,12 @@ def speculative_generate(
         pad_token=pad_token,
         capacity=capacity,
         cache_size=cache_size,
-        decode="replay",
+        decode=decode,
         state=state,
         ragged=True,
         unstack=unstack,
         rounding_key=rounding_key,
+        keeps_hidden=reads_hidden(drafter),
     )
     drafting = _start_drafting(drafter, prompt, capacity, unstack)
     loop = _speculate(model, drafter, rows, drafting, control, unstack)
@@ -228,7 +232,7 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
     state, live, capacity = rows.state, ~rows.done, rows.tokens.shape[1]
     position = state.cache.progress.position
     left = room(control, state.cache, rows.counts, capacity)
-    turn = Turn(drawn.token, position, live, control.sampling, control.keys)
+    turn = Turn(drawn.token, position, live, control.sampling, control.keys, state.hidden)
     drafts, drafting = drafter.propose(loop.drafting, turn)
     # What is no token would put NaN into KV caches, where a mask does not stop it.
     real = (drafts.tokens >= 0) & (drafts.tokens < model.config.vocab_size)
@@ -241,7 +245,8 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
     seen = None if state.seen is None else _seen_after(state.seen, tokens)
 
     lengths = jnp.where(live, 1 + proposed, 0)
-    logits, cache = model.verify(tokens, state.cache, lengths=lengths)
+    hidden, cache = model.verify_hidden(tokens, state.cache, lengths=lengths)
+    logits = model.logits(hidden)
     accepted, following = judge(
         control.sampling,
         logits,
@@ -266,7 +271,11 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
 
     cache = model.commit(cache, kept)
     last = jnp.maximum(kept - 1, 0)
-    logits = _at(logits, last)
+    logits = jnp.where(live[:, None], _at(logits, last), state.logits)
+    if state.hidden is None:
+        newest = None
+    else:
+        newest = jnp.where(live[:, None], _at(hidden, last), state.hidden)
     if state.seen is not None and seen is not None:
         seen = jnp.where(live[:, None], _at(seen, last), state.seen)
 
@@ -274,7 +283,7 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
         return _put(buffer, columns, jnp.concatenate([first[:, None], rest[:, :-1]], 1), emitted)
 
     rows = Carry(
-        state=GenerateState(cache, jnp.where(live[:, None], logits, state.logits), seen),
+        state=GenerateState(cache, logits, seen, newest),
         column=rows.column,
         done=rows.done | ended,
         reason=jnp.where(ended, _at(reasons, end), rows.reason),

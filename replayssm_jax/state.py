@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 
 from replayssm_jax import precision, window
+from replayssm_jax.checks import debug_check
 from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_int, round_up
 
 
@@ -256,8 +256,9 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
     _check_stored("fresh", state.pointer.fresh, jax.ShapeDtypeStruct(rows, jnp.bool), spec)
     length = concrete(state.pointer.length)
     if length is None:
-        checkify.debug_check(
-            jnp.all(state.pointer.length <= spec.window), "the state holds more than its window"
+        debug_check(
+            lambda: jnp.all(state.pointer.length <= spec.window),
+            "the state holds more than its window",
         )
     elif (length > spec.window).any():
         raise ValueError(
@@ -500,18 +501,20 @@ def _insert(
 ) -> ReplayState:
     batch_size, num_rows = state.checkpoint.shape[0], other.checkpoint.shape[0]
     slots = slots.astype(jnp.int32)
-    checkify.debug_check(
-        jnp.all((slots >= -1) & (slots < batch_size)), "insert: slots out of range"
-    )
-    first = jnp.argmax(slots[:, None] == slots[None], axis=1)
-    checkify.debug_check(
-        jnp.all((slots < 0) | (first == jnp.arange(num_rows))), "insert: a slot is named twice"
-    )
+    in_range = (slots >= -1) & (slots < batch_size)
+    debug_check(lambda: jnp.all(in_range), "insert: slots out of range")
+    debug_check(lambda: _are_distinct(slots), "insert: a slot is named twice")
     # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
     slots = jnp.where((slots >= 0) & (slots < batch_size), slots, batch_size)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), other.pointer)
     other = dataclasses.replace(other, pointer=dataclasses.replace(rows, phase=state.pointer.phase))
     return jax.tree.map(lambda pool, new: pool.at[slots].set(new, mode="drop"), state, other)
+
+
+def _are_distinct(slots: jax.Array) -> jax.Array:
+    """Whether no slot is named twice, but for the negative ones."""
+    first = jnp.argmax(slots[:, None] == slots[None], axis=1)
+    return jnp.all((slots < 0) | (first == jnp.arange(slots.shape[0])))
 
 
 def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
@@ -541,7 +544,8 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
 def _take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     batch_size = state.checkpoint.shape[0]
     rows = rows.astype(jnp.int32)
-    checkify.debug_check(jnp.all((rows >= -1) & (rows < batch_size)), "take: rows out of range")
+    in_range = (rows >= -1) & (rows < batch_size)
+    debug_check(lambda: jnp.all(in_range), "take: rows out of range")
     rows = jnp.where(rows >= 0, rows, batch_size)
 
     def gather(x: jax.Array) -> jax.Array:

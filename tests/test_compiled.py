@@ -1,9 +1,11 @@
 """What speed depends on, read off the compiled programs: no copies of the state, one trace."""
 
+import dataclasses
 import math
 import re
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -166,3 +168,31 @@ def test_states_are_made_by_one_program():
     made()
     made()
     assert hash(make_spec("kda")) == hash(spec) and make_spec("kda") == spec
+
+
+def test_layers_under_a_linen_scan():
+    """Flax lets no effect into a scanned layer; the core has none."""
+    spec = make_spec("mamba2")
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, state):
+            gain = self.param("gain", nn.initializers.ones, ())
+            output, state = rs.step(spec, state, scaled(gain * x))
+            return jnp.mean(output), state
+
+    inputs = random_inputs(spec, 2, 1)
+
+    def scaled(x):
+        return dataclasses.replace(inputs, v=(inputs.v * x).astype(inputs.v.dtype))
+
+    layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    one = rs.init_state(spec, 2, ragged=True)
+    states = jax.tree.map(lambda x: jnp.stack([x] * 3), one)
+    params = layers.init(jax.random.key(0), jnp.ones(()), states)
+    output, found = jax.jit(layers.apply)(params, jnp.ones(()), states)
+    x = jnp.ones(())
+    for _ in range(3):
+        x = jnp.mean(rs.step(spec, one, scaled(x))[0])
+    chex.assert_trees_all_close(output, x, rtol=1e-5)
+    assert found.pointer.length.tolist() == [[1, 1]] * 3

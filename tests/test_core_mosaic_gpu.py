@@ -4,6 +4,7 @@ Small batches are cut into many narrow programs, large ones into wide programs: 
 with what these few rows get, and once with what a large batch gets.
 """
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -22,7 +23,7 @@ class TestMosaicGpu(CoreSuite):
     dims: ClassVar = {
         "mamba2": dict(value_dim=32, key_dim=32),  # a tile of state rows has two heads
         "gated_delta_net": dict(value_dim=64, key_dim=48),
-        "kda": dict(value_dim=64, key_dim=32),
+        "kda": dict(value_dim=128, key_dim=32),  # two tiles for wide programs
         "gla": dict(value_dim=64, key_dim=80),
     }
 
@@ -75,6 +76,33 @@ class TestMosaicGpu(CoreSuite):
         expected, _ = reference(spec, inputs)
         assert_close(outputs[:2], expected[:batch_size])
         assert_close(outputs[-1:], expected[(batch_size - 1) % 2][None])
+
+    def test_more_than_two_to_the_31_elements(self):
+        """The last rows of a state that int32 offsets do not reach, over a flush."""
+        spec = self.make_spec(
+            "gated_delta_net", num_heads=32, num_groups=32, value_dim=128, key_dim=128
+        )
+        batch_size = 4200
+        assert batch_size * 32 * 128 * 128 > 2**31
+        inputs = random_inputs(spec, 2, 18)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def decode(state, t):
+            token = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, 1), inputs)
+            many = jax.tree.map(
+                lambda x: jnp.tile(x, (batch_size // 2, *[1] * (x.ndim - 1))), token
+            )
+            output, state = self.step(spec, state, many)
+            return output[-2:], state
+
+        state, outputs = rs.init_state(spec, batch_size, ragged=True), []
+        for t in range(18):
+            output, state = decode(state, t)
+            outputs.append(output)
+        expected, expected_state = reference(spec, inputs)
+        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        last = rs.take(spec, state, jnp.arange(batch_size - 2, batch_size))
+        assert_close(rs.materialize(spec, last), expected_state, name="state")
 
     def test_conventional_step(self, family):
         """The tuned baseline computes what the recurrence says."""

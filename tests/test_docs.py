@@ -40,6 +40,14 @@ def test_page_is_in_the_navigation_and_says_something(page):
         assert "## What may surprise you" in page.read_text()
 
 
+def test_tests_that_pages_name_exist():
+    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXT))
+    assert len(named) > 15
+    for path, name in named:
+        source = (ROOT / path).read_text()
+        assert not name or re.search(rf"^ *def {name}\(", source, re.M), (path, name)
+
+
 def resolve(path):
     module, name = path.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)
@@ -51,6 +59,7 @@ def test_reference_names_everything_public():
         public += [x for x in vars(module).values() if inspect.isclass(x) or inspect.isfunction(x)]
     public += [generate.generate, generate.stream, speculative.speculative_generate]
     public += [drafters.Drafter, drafters.NGramDrafter, drafters.ModelDrafter]
+    public += [drafters.MTPDrafter, drafters.AdaptiveDrafter]
     documented = [resolve(path) for path in REFERENCE]
     assert not [x for x in public if x not in documented]
     assert not [path for path in REFERENCE if inspect.ismodule(resolve(path))]

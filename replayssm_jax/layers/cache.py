@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.layers.progress import Progress
-from replayssm_jax.precision import as_keys
+from replayssm_jax.precision import Scaled, as_keys
+from replayssm_jax.snapshots import Snapshots
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import Pointer, ReplayState, emptied
 
 T = TypeVar("T")
+
+MixerState = ReplayState | Snapshots | Scaled | jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -24,14 +27,14 @@ class MixerCache:
     Attributes:
       history: [B, W, C] ring of raw convolution inputs, W = kernel_size - 1 + max_tokens.
       state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself,
-        in 8 bits a `Scaled`.
+        in 8 bits a `Scaled`, or `Snapshots` of it.
       progress: tokens of each row; None inside a model's cache, which holds one for all layers.
       rounding_key: None, or uint32 [B, H, 2]: keys of a recurrent state that is rounded
         stochastically; a `ReplayState` holds its own.
     """
 
     history: jax.Array
-    state: Any
+    state: MixerState
     progress: Progress | None
     rounding_key: jax.Array | None = None
 

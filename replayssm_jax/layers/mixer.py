@@ -20,13 +20,17 @@ from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
-from replayssm_jax.precision import Stored, advance, decode, encode
+from replayssm_jax.precision import Stored, advance, decode, encode, is_scaled
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
+from replayssm_jax.snapshots import Snapshots, verify_snapshots
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, check_rounding_key, init_state, materialize
 
-Decode = Literal["replay", "recurrent"]
+Decode = Literal["replay", "recurrent", "snapshot"]
+
+# What runs through a layer: a conventional state goes with its keys.
+_State = ReplayState | Snapshots | Stored
 
 
 class ReplayMixer(CachedLayer):
@@ -68,7 +72,8 @@ class ReplayMixer(CachedLayer):
           size: ignored: the cache does not grow with the sequence.
           dtype: dtype of the convolution history, the layer's own by default. The state has the
             layer's `state_dtype` whatever this says.
-          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          decode: "replay", or for conventional decoding of the same weights "recurrent", or
+            "snapshot" where drafts must be rolled back: a state is kept for each of them.
           ragged: whether each row has its own replay pointer.
           rounding_key: None, or a key from `jax.random.key` to round a low-precision state
             stochastically; each layer needs its own.
@@ -82,8 +87,18 @@ class ReplayMixer(CachedLayer):
             keys = check_rounding_key(spec, batch_size, rounding_key)
             zeros = jnp.zeros(spec.state_shape(batch_size), spec.compute_dtype)
             state = encode(zeros, spec.state_dtype)
+        elif decode == "snapshot":
+            if is_scaled(spec.state_dtype) or rounding_key is not None:
+                raise ValueError(
+                    "snapshots are plain arrays that are rounded to nearest, found "
+                    f"state_dtype={spec.state_dtype.name} and rounding_key="
+                    f"{'None' if rounding_key is None else 'a key'}"
+                )
+            state = Snapshots.zeros(spec, batch_size)
         else:
-            raise ValueError(f'decode must be "replay" or "recurrent", found {decode!r}')
+            raise ValueError(
+                f'decode must be "replay", "recurrent" or "snapshot", found {decode!r}'
+            )
         history = self.conv.init_history(batch_size, dtype)
         return MixerCache(history, state, Progress.zeros(batch_size), keys)
 
@@ -130,21 +145,21 @@ class ReplayMixer(CachedLayer):
         history = None if cache is None else cache.history
         channels, history = self.conv.convolve(channels, history, span, drafts=mode == "verify")
         inputs = self.records(channels, rest)
-        state: ReplayState | Stored | None = None
+        state: _State | None = None
         if cache is not None:
-            state = cache.state
-            if not isinstance(state, ReplayState):
-                state = Stored(state, None, cache.rounding_key)
+            held: Any = cache.state
+            plain = not isinstance(held, ReplayState | Snapshots)
+            state = Stored(held, None, cache.rounding_key) if plain else held
         o, state = self._recur(state, inputs, span, mode)
         y = span.masked(self.output(o, inputs, rest))
         if cache is None:
             return y, None
         assert history is not None and state is not None
-        if isinstance(state, ReplayState):
-            return y, dataclasses.replace(cache, history=history, state=state)
-        return y, dataclasses.replace(
-            cache, history=history, state=state.checkpoint, rounding_key=state.rounding_key
-        )
+        if isinstance(state, Stored):
+            return y, dataclasses.replace(
+                cache, history=history, state=state.checkpoint, rounding_key=state.rounding_key
+            )
+        return y, dataclasses.replace(cache, history=history, state=state)
 
     def local_spec(self) -> tuple[ReplaySpec, str | None]:
         """Return the spec of one device's part of the layer, and the mesh axis of its heads."""
@@ -161,8 +176,8 @@ class ReplayMixer(CachedLayer):
         return spec, heads
 
     def _recur(
-        self, state: ReplayState | Stored | None, inputs: TokenInputs, span: Span, mode: Mode
-    ) -> tuple[jax.Array, ReplayState | Stored | None]:
+        self, state: _State | None, inputs: TokenInputs, span: Span, mode: Mode
+    ) -> tuple[jax.Array, _State | None]:
         axes = self.mesh_axes
         if axes is None:
             return _recur(self.spec, mode, state, inputs, span)
@@ -174,11 +189,11 @@ class ReplayMixer(CachedLayer):
 def _recur(
     spec: ReplaySpec,
     mode: Mode,
-    state: ReplayState | Stored | None,
+    state: _State | None,
     inputs: TokenInputs,
     span: Span,
-) -> tuple[jax.Array, ReplayState | Stored | None]:
-    """Run the records through replay, or conventional decoding where a state is `Stored`."""
+) -> tuple[jax.Array, _State | None]:
+    """Run the records through replay, or conventional decoding where `state` is not one of it."""
     if isinstance(state, ReplayState):
         if mode == "verify":
             return verify(spec, state, inputs, lengths=span.lengths)
@@ -191,6 +206,13 @@ def _recur(
             valid=span.valid if ragged else span.live,
             resets=span.resets,
         )
+    if isinstance(state, Snapshots):
+        if mode == "verify":
+            return verify_snapshots(spec, state, inputs, span.position, span.lengths)
+        last = Stored(state.at(span.position), None, None)
+        o, newest = _recur(spec, mode, last, inputs, span)
+        assert isinstance(newest, Stored)
+        return o, state.put(span.end, newest.checkpoint)
     if state is not None and mode == "verify":
         if inputs.v.shape[1] != 1:
             raise ValueError(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 # Where each cached or recorded array has its heads; the batch always comes first.
 _HEADS_SECOND = frozenset({"checkpoint", "read_copy", "state", "values", "scale", "rounding_key"})
 _HEADS_THIRD = frozenset(
-    {"log_decay", "key", "value", "beta", "update", "history", "q", "k", "v", "g"}
+    {"log_decay", "key", "value", "beta", "update", "states", "history", "q", "k", "v", "g"}
 )
 
 
@@ -78,7 +78,12 @@ def run_sharded(
     f: Callable[..., tuple[Any, Any]], axes: MeshAxes, heads: str | None, *args: Any
 ) -> tuple[Any, Any]:
     """Run f(*args) -> (output [B, T, heads, ...], cache like args[0]) on each device's part."""
-    in_specs = tuple(row_specs(arg, axes, heads) for arg in args)
+    # The state of conventional decoding is a bare array, which has no field name of its own.
+    cache, *rest = args
+    in_specs = (
+        row_specs({"state": cache}, axes, heads)["state"],
+        *(row_specs(arg, axes, heads) for arg in rest),
+    )
     out_specs = (PartitionSpec(axes.data, None, heads), in_specs[0])
     mapped = jax.shard_map(
         f, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False

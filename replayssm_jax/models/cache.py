@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
-from replayssm_jax.layers.cache import KVCache
+from replayssm_jax.layers.cache import KVCache, MixerCache
 from replayssm_jax.layers.progress import Progress
-from replayssm_jax.state import Pointer
+from replayssm_jax.snapshots import Snapshots
+from replayssm_jax.state import Pointer, ReplayState
 
 
 @jax.tree_util.register_dataclass
@@ -33,3 +34,10 @@ class HybridCache:
         """Positions that the KV caches can hold; None without attention layers."""
         caches = jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, KVCache))
         return min((c.key.shape[-3] for c in caches if isinstance(c, KVCache)), default=None)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether drafts can be rejected: not where a layer holds a recurrent state alone."""
+        caches = jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, MixerCache))
+        states = [c.state for c in caches if isinstance(c, MixerCache)]
+        return all(isinstance(state, ReplayState | Snapshots) for state in states)

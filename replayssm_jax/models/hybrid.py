@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from replayssm_jax.layers import HybridBlock, RMSNorm
@@ -29,7 +30,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.state import Pointer
+from replayssm_jax.state import Pointer, concrete
 
 
 class HybridLM(nnx.Module):
@@ -99,19 +100,42 @@ class HybridLM(nnx.Module):
         Returns:
           float32 [B, T, vocab].
         """
+        return self.logits(self.hidden(tokens, valid=valid, resets=resets))
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the hidden states [B, T, d_model] of whole sequences; arguments as in a call.
+
+        They are the residual stream behind the last block: what `logits` maps to logits.
+        """
         _check_tokens(tokens)
         if tokens.size == 0:
-            return jnp.zeros((*tokens.shape, self.config.vocab_size), jnp.float32)
+            return jnp.zeros((*tokens.shape, self.config.d_model), self.dtype)
         position = jnp.zeros((tokens.shape[0],), jnp.int32)
         span = Span.make(position, tokens.shape[1], valid=valid, resets=resets)
-        x = self._embed(tokens)
+        x = self.embeddings(tokens)
         for blocks, count, _ in self.segments():
             if count > 1:
                 x = scan_train(blocks, x, span, remat=self.config.remat)
                 continue
             for block in blocks:
                 x = self._train_block(block, x, span)
-        return self._logits(x)
+        return x
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Map hidden states [..., d_model] to logits float32 [..., vocab]: last norm and head."""
+        x = self.norm(hidden)
+        if self.head is None:
+            kernel = self.embed.embedding[...].astype(x.dtype).T
+        else:
+            kernel = self.head[...].astype(x.dtype)
+        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        return logits * jnp.float32(self.config.logit_scale)
 
     def init_cache(
         self,
@@ -129,7 +153,8 @@ class HybridLM(nnx.Module):
           batch_size: B.
           size: positions that the KV caches can hold; attention does not see tokens past them.
           dtype: of KV caches and convolution histories, the model's by default.
-          decode: "replay", or "recurrent" for conventional decoding of the same weights.
+          decode: "replay", or for conventional decoding of the same weights "recurrent", or
+            "snapshot" where drafts must be rolled back.
           ragged: whether each row has its own replay pointer; with False all rows move together,
             which `lengths` of `verify` and per-row `accepted` of `commit` do not allow.
           rounding_key: None, where states of a low-precision `state_dtype` are rounded to nearest
@@ -151,10 +176,10 @@ class HybridLM(nnx.Module):
                 layers.append(held if count == 1 else stack_cache(held, count))
                 pointer = pointer if own is None else own
         if rounding_key is not None:
-            if not self._rounds_states():
+            if decode == "snapshot" or not self._rounds_states():
                 raise ValueError(
-                    "rounding_key needs a replay layer with a low-precision state_dtype, found "
-                    f"state_dtype={self.config.state_dtype!r}"
+                    "rounding_key needs a replay layer with a low-precision state_dtype, and no "
+                    f"snapshots, found state_dtype={self.config.state_dtype!r}, decode={decode!r}"
                 )
             layers = give_rounding_keys(layers, rounding_key)
         cache = HybridCache(tuple(layers), pointer, Progress.zeros(batch_size))
@@ -189,12 +214,28 @@ class HybridLM(nnx.Module):
           Logits float32 [B, T, vocab], or with `last_only` [B, vocab], zero where a token is not
           real or a row has none, and the cache.
         """
+        x, cache = self.prefill_hidden(
+            tokens, cache, lengths=lengths, valid=valid, resets=resets, last_only=last_only
+        )
+        return self.logits(x), cache
+
+    def prefill_hidden(
+        self,
+        tokens: jax.Array,
+        cache: HybridCache,
+        *,
+        lengths: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        resets: jax.Array | None = None,
+        last_only: bool = False,
+    ) -> tuple[jax.Array, HybridCache]:
+        """As `prefill`, with hidden states [B, T, d_model] or [B, d_model] in place of logits."""
         _check_tokens(tokens, cache)
         position = cache.progress.position
         num_tokens = tokens.shape[1]
         if num_tokens == 0:
             shape = tokens.shape[:1] if last_only else tokens.shape
-            return jnp.zeros((*shape, self.config.vocab_size), jnp.float32), cache
+            return jnp.zeros((*shape, self.config.d_model), self.dtype), cache
         span = Span.make(position, num_tokens, lengths=lengths, valid=valid, resets=resets)
         back = None
         if span.valid is not None and resets is None:
@@ -213,10 +254,9 @@ class HybridLM(nnx.Module):
             live = None if live is None else (span.counts > 0)[:, None]
         elif back is not None:
             x = jnp.take_along_axis(x, back[:, :, None], axis=1)
-        logits = self._logits(x)
         if live is not None:
-            logits = jnp.where(live[:, :, None], logits, jnp.zeros_like(logits))
-        return logits[:, 0] if last_only else logits, cache
+            x = jnp.where(live[:, :, None], x, jnp.zeros_like(x))
+        return x[:, 0] if last_only else x, cache
 
     def step(
         self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
@@ -235,8 +275,9 @@ class HybridLM(nnx.Module):
         if tokens.ndim != 1:
             raise ValueError(f"tokens must have shape [B], found {tokens.shape}: one token a row")
         _check_tokens(tokens[:, None], cache)
-        logits, cache = self._verify(tokens[:, None], cache, lengths)
-        return logits[:, 0], self.commit(cache, 1 if lengths is None else lengths)
+        x, cache = self._verify(tokens[:, None], cache, lengths)
+        accepted = 1 if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, 1)
+        return self.logits(x)[:, 0], self.commit(cache, accepted)
 
     def verify(
         self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
@@ -245,29 +286,48 @@ class HybridLM(nnx.Module):
 
         Args:
           tokens: int32 [B, T].
-          cache: from `init_cache` with decode="replay".
+          cache: from `init_cache`, with decode="replay" or "snapshot".
           lengths: [B] int32, how many drafts of each row are real; 0 leaves the row as it is.
 
         Returns:
           Logits float32 [B, T, vocab] and the cache.
+
+        Raises:
+          TypeError, ValueError: wrong shapes or dtypes, T above `max_tokens`, a cache that cannot
+            roll back, and (where the values are known) drafts past the end of the KV caches. In a
+            compiled loop such drafts are not stored: end rows at `cache.size`.
         """
+        x, cache = self.verify_hidden(tokens, cache, lengths=lengths)
+        return self.logits(x), cache
+
+    def verify_hidden(
+        self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, HybridCache]:
+        """As `verify`, with hidden states [B, T, d_model] in place of logits."""
         _check_tokens(tokens, cache)
-        if cache.pointer is None and any(set(b.mixers) - {"attention"} for b in self.config.blocks):
+        if not cache.rolls_back:
             raise ValueError(
-                'conventional decoding cannot roll back drafts: make the cache with decode="replay"'
+                "conventional decoding cannot roll back drafts: make the cache with "
+                'decode="replay" or "snapshot"'
             )
         if not 1 <= tokens.shape[1] <= self.config.max_tokens:
             raise ValueError(
                 f"T must be between 1 and max_tokens={self.config.max_tokens}, found "
                 f"T={tokens.shape[1]}"
             )
+        _check_end(cache, tokens.shape[1] if lengths is None else lengths)
         return self._verify(tokens, cache, lengths)
 
     def commit(self, cache: HybridCache, accepted: jax.Array | int) -> HybridCache:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row.
 
         Here, and nowhere else, replay rings, convolution rings and KV caches move together.
+
+        Raises:
+          ValueError: where the values are known, more than are pending, as in a second commit;
+            otherwise the count is clipped, and a second commit changes nothing.
         """
+        _check_accepted(accepted, cache.progress.pending)
         pointer = cache.pointer
         if pointer is not None:
             # A windowed loop drops the drafts of idle rows from the rings: nothing may count them.
@@ -316,13 +376,12 @@ class HybridLM(nnx.Module):
     ) -> tuple[jax.Array, HybridCache]:
         span = Span.make(cache.progress.position, tokens.shape[1], lengths=lengths)
         x, layers, pointer = self._run(tokens, cache, span, "verify")
-        logits = span.masked(self._logits(x))
-        return logits, HybridCache(layers, pointer, cache.progress.drafted(span))
+        return span.masked(x), HybridCache(layers, pointer, cache.progress.drafted(span))
 
     def _run(
         self, tokens: jax.Array, cache: HybridCache, span: Span, mode: Mode
     ) -> tuple[jax.Array, tuple[Any, ...], Pointer | None]:
-        x = self._embed(tokens)
+        x = self.embeddings(tokens)
         layers: list[Any] = []
         pointer = cache.pointer
         for blocks, count, at in self.segments():
@@ -351,20 +410,12 @@ class HybridLM(nnx.Module):
             at += len(layers)
         return segments
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def embeddings(self, tokens: jax.Array) -> jax.Array:
+        """Look up tokens int32 [...], as the first block takes them: [..., d_model]."""
         # Rows in the parameters' dtype: their gradient sums thousands of tokens, in bf16 it would
         # saturate (and contend, a bf16 addition is no atomic on GPUs).
         x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.dtype)
         return x * jnp.asarray(self.config.embedding_scale, x.dtype)
-
-    def _logits(self, x: jax.Array) -> jax.Array:
-        x = self.norm(x)
-        if self.head is None:
-            kernel = self.embed.embedding[...].astype(x.dtype).T
-        else:
-            kernel = self.head[...].astype(x.dtype)
-        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-        return logits * jnp.float32(self.config.logit_scale)
 
     def _train_block(self, block: HybridBlock, x: jax.Array, span: Span) -> jax.Array:
         if not self.config.remat:
@@ -387,6 +438,25 @@ def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
         raise ValueError(
             f"tokens have {tokens.shape[0]} rows, the cache {cache.progress.position.shape[0]}"
         )
+
+
+def _check_accepted(accepted: jax.Array | int, pending: jax.Array) -> None:
+    known, most = concrete(jnp.asarray(accepted)), concrete(pending)
+    if known is not None and most is not None and ((known < 0) | (known > most)).any():
+        raise ValueError(
+            f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
+            f"pending={most.tolist()}"
+        )
+
+
+def _check_end(cache: HybridCache, counts: jax.Array | int) -> None:
+    size, position = cache.size, concrete(cache.progress.position)
+    new = concrete(jnp.asarray(counts))
+    if size is None or position is None or new is None:
+        return
+    end = np.where(new > 0, position + new, 0).max()
+    if end > size:
+        raise ValueError(f"the drafts need {end} positions, the cache holds {size}")
 
 
 def _last(live: jax.Array, steps: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -9,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from model_cases import (
     FAMILIES,
     V,
@@ -95,34 +94,6 @@ def schedule(model, tokens, expected, draw_lengths, draw_accepted, num_rounds):
         at += accepted
     np.testing.assert_array_equal(cache.progress.position, at)
     return cache, at
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**31))
-def test_any_schedule_of_drafts_equals_conventional_decoding(family, seed):
-    model = make_model(family)
-    tokens = random_tokens(B, T)
-    expected = conventional(family)
-    rng = np.random.default_rng(seed)
-    cache, at = schedule(
-        model,
-        tokens,
-        expected,
-        lambda _: rng.choice([0, 1, 2, 3, 4], size=B),
-        lambda _: rng.integers(0, 5, size=B),
-        12,
-    )
-    # One token more, by itself: no draft of any row has left a trace.
-    live = at < T
-    logits, _ = step(
-        model,
-        tokens[np.arange(B), np.minimum(at, T - 1)],
-        cache,
-        jnp.asarray(live, jnp.int32),
-    )
-    for b in np.flatnonzero(live):
-        assert_close(logits[b], expected[b, at[b]])
 
 
 @pytest.mark.parametrize("accepted", range(5))
@@ -474,3 +445,34 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="ragged"):
         scalar = model.init_cache(B, SIZE, ragged=False)
         model.insert(scalar, jnp.array([0]), model.init_cache(1, SIZE, ragged=False))
+
+
+def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
+    """Where the values are known; compiled, the count is clipped."""
+    model = make_model("mamba2")
+    tokens = random_tokens(B, 4)
+    full = model.init_cache(B, 6)
+    _, full = prefill(model, tokens, full, jnp.array([4, 3, 2], jnp.int32))
+    before = jax.tree.map(np.array, full)
+    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+        model.verify(tokens[:, :3], full)
+    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+        model.verify(tokens, full, lengths=jnp.array([0, 4, 4]))
+    chex.assert_trees_all_equal(full, before)
+    lengths = jnp.array([2, 3, 0], jnp.int32)
+    _, drafted = verify(model, tokens, full, lengths)
+    before = jax.tree.map(np.array, drafted)
+    for accepted in ([3, 0, 0], [0, 0, 1], [-1, 0, 0]):
+        message = rf"accepted={re.escape(str(accepted))} and pending=\[2, 3, 0\]"
+        with pytest.raises(ValueError, match=message):
+            model.commit(drafted, jnp.array(accepted))
+    chex.assert_trees_all_equal(drafted, before)
+    once = model.commit(drafted, lengths)
+    np.testing.assert_array_equal(once.progress.position, [6, 6, 2])
+    for again in (1, lengths):
+        with pytest.raises(ValueError, match=r"pending=\[0, 0, 0\]"):
+            model.commit(once, again)
+    chex.assert_trees_all_equal(commit(model, once, lengths), once)
+    more = commit(model, drafted, jnp.full(B, 9, jnp.int32))
+    chex.assert_trees_all_equal(more.progress, once.progress)
+    chex.assert_trees_all_equal(more.pointer, once.pointer)

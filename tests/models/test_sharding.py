@@ -200,6 +200,22 @@ def test_layers_with_uneven_groups_are_replicated():
     assert cache.layers[0][0].state.checkpoint.sharding.spec[:1] == ("data",)
 
 
+def test_conventional_decoding_on_a_mesh():
+    """Its state is a bare array, and goes over the heads as a checkpoint does."""
+    tokens = random_tokens(B, 3)
+    outputs = {}
+    for shape in (None, (4, 2)):
+        model = on_mesh("gated_delta_net", shape)
+        cache = model.init_cache(B, SIZE, decode="recurrent")
+        for t in range(3):
+            logits, cache = step(model, tokens[:, t], cache)
+        outputs[shape] = logits
+    assert_close(outputs[4, 2], outputs[None])
+    state = cache.layers[0][0].state
+    assert state.sharding.spec[:2] == ("data", "model"), state.sharding
+    assert not moved(step.lower(model, tokens[:, 0], cache))[0]
+
+
 def test_stacked_layers_on_a_mesh():
     """Their flush, too, stays on the device that holds the rows and heads."""
     config = make_config(

@@ -7,13 +7,23 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from model_cases import FAMILIES, V, compile_quickly, forward, jit, make_model
+from random_modules import filled
 
 import replayssm_jax as rs
-from replayssm_jax.drafters import Drafts, ModelDrafter, NGramDrafter
+from replayssm_jax.drafters import (
+    AdaptiveDrafter,
+    Drafts,
+    ModelDrafter,
+    MTPDrafter,
+    NGramDrafter,
+)
 from replayssm_jax.generate import generate
 from replayssm_jax.generation import GenerateState
+from replayssm_jax.models import MTPHeads, distillation_loss
 from replayssm_jax.sampling import Sampling, shape_logits
 from replayssm_jax.speculative import speculative_generate
 from replayssm_jax.stopping import StopReason
@@ -45,6 +55,7 @@ class Scripted:
     tokens: jax.Array
     lengths: jax.Array
     num_drafts = 3
+    reads_hidden = True  # and looks at none of it: states with and without one must go together
 
     def start(self, prompt, capacity):
         return jnp.zeros((self.tokens.shape[0],), jnp.int32)
@@ -91,6 +102,20 @@ def test_greedy_tokens_are_those_of_generate_whatever_is_drafted(family):
     assert (np.asarray(out.accepted) > 0).all()
     assert (np.asarray(out.accepted) < np.asarray(out.proposed)).all()
     np.testing.assert_array_equal(out.state.cache.progress.position, [len(p) + N for p in PROMPTS])
+
+
+def test_snapshots_speculate_too():
+    """Conventional decoding with a state for each draft: what replay is compared with."""
+    model, wanted = make_model("mamba2"), expected("mamba2")
+    drafter = scripted(wanted.tokens, 2)
+    options = dict(max_new_tokens=N, return_state=True)
+    out = speculative_generate(model, PROMPTS, drafter, decode="snapshot", **options)
+    assert_same(out, wanted)
+    assert (np.asarray(out.accepted) > 0).all()
+    states = out.state.cache.layers[0][0].state.states
+    spec = model.blocks[0].mixers[0].spec
+    assert states.shape == (B, 1 + model.config.max_tokens, *spec.state_shape(B)[1:])
+    assert out.state.cache.pointer is None
 
 
 def test_all_right_all_wrong_and_no_drafts():
@@ -169,7 +194,9 @@ def test_states_pass_between_generate_and_speculation():
     )
     np.testing.assert_array_equal(middle.tokens, tokens[:, 9:17])
     np.testing.assert_array_equal(middle.accepted, [6] * B)
+    assert middle.state.hidden.shape == (B, model.config.d_model)
     last = generate(model, empty, max_new_tokens=N - 17, state=middle.state, **options)
+    assert last.state.hidden is None
     np.testing.assert_array_equal(last.tokens, tokens[:, 17:])
 
 
@@ -235,6 +262,141 @@ def test_a_drafting_model_rolls_back_what_was_wrong():
     np.testing.assert_array_equal(out.accepted, accepted)
 
 
+@functools.cache
+def make_heads(seed=0, **options):
+    return filled(lambda: MTPHeads(16, **options, rngs=nnx.Rngs(0)), seed)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("model", "tokens"), meta_fields=()
+)
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Proposes a right token where the newest one is the best of the hidden state's logits."""
+
+    model: object
+    tokens: jax.Array
+    num_drafts = 1
+    reads_hidden = True
+
+    def start(self, prompt, capacity):
+        return jnp.zeros((self.tokens.shape[0],), jnp.int32)
+
+    def propose(self, state, turn):
+        drafts = jnp.take_along_axis(self.tokens, state[:, None] + 1, axis=1, mode="clip")
+        best = jnp.argmax(self.model.logits(turn.hidden), axis=-1)
+        drafts = jnp.where((best == turn.token)[:, None], drafts, (drafts + 1) % V)
+        return Drafts(drafts, jnp.ones_like(state)), state
+
+    def observe(self, state, tokens, kept):
+        return state + kept
+
+
+def test_the_targets_hidden_state_reaches_the_drafter():
+    """The one that the newest token is drawn from, after prompts of any lengths and any round."""
+    model, tokens = make_model("gated_delta_net"), expected().tokens
+    options = dict(return_state=True, capacity=32)
+    out = speculative_generate(model, PROMPTS, Probe(model, tokens), max_new_tokens=11, **options)
+    np.testing.assert_array_equal(out.tokens, tokens[:, :11])
+    np.testing.assert_array_equal(out.accepted, [5] * B)
+    np.testing.assert_array_equal(out.proposed, [5] * B)
+    empty = np.zeros((B, 0), np.int32)
+    rest = Probe(model, jnp.roll(tokens, -11, axis=1))
+    out = speculative_generate(model, empty, rest, max_new_tokens=5, state=out.state, **options)
+    np.testing.assert_array_equal(out.tokens, tokens[:, 11:16])
+    np.testing.assert_array_equal(out.accepted, out.proposed)
+    # Without one, as `generate` leaves a state, the first draft follows from zeros.
+    state = dataclasses.replace(out.state, hidden=None)
+    rest = Probe(model, jnp.roll(tokens, -16, axis=1))
+    out = speculative_generate(model, empty, rest, max_new_tokens=5, state=state, **options)
+    np.testing.assert_array_equal(out.tokens, tokens[:, 16:])
+    assert (np.asarray(out.accepted) >= np.asarray(out.proposed) - 1).all()
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_heads_draft_what_they_are_defined_to(num_heads):
+    """Greedy drafts of random heads, next to those of a plain loop."""
+    model, heads = make_model("gated_delta_net"), make_heads(num_heads=num_heads, d_ff=8)
+    drafter = MTPDrafter(heads, model)
+    hidden = jax.random.normal(jax.random.key(0), (B, 16))
+    token = jnp.array([3, 1, 2], jnp.int32)
+    turn = module.Turn(token, token, token > 0, Sampling(), None, hidden)
+    drafts, _ = drafter.propose((), turn)
+    for k in range(3):
+        head = heads.heads[min(k, len(heads.heads) - 1)]
+        both = [head.hidden_norm(hidden), head.token_norm(model.embed(token))]
+        x = head.in_proj(jnp.concatenate(both, -1))
+        hidden = x + head.mlp(head.mlp_norm(x))
+        token = jnp.argmax(model.logits(hidden), -1)
+        np.testing.assert_array_equal(drafts.tokens[:, k], token)
+
+
+def test_heads_learn_what_the_target_says_next():
+    """Trained on the target's own continuations, they guess most of them; the target stays."""
+    model = make_model("gated_delta_net")
+    heads = MTPHeads(16, d_ff=32, rngs=nnx.Rngs(0))
+    run = functools.partial(speculative_generate, model, PROMPTS, max_new_tokens=N)
+    before = run(MTPDrafter(heads, model))
+    assert_same(before, expected())
+    rows = zip(PROMPTS, expected().tokens.tolist(), strict=True)
+    tokens = jnp.array([[*prompt, *new][-N:] for prompt, new in rows])
+    graphdef, params = nnx.split(heads)
+    optimizer = optax.adam(1e-2)
+
+    @jit
+    def train(params, moments, model):
+        def loss(params, model):
+            return distillation_loss(nnx.merge(graphdef, params), model, tokens)
+
+        value, (grads, of_model) = jax.value_and_grad(loss, argnums=(0, 1))(params, model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, moments = optimizer.update(grads, moments)
+        still = [jnp.any(g != 0) for g in jax.tree.leaves(of_model)]
+        return optax.apply_updates(params, updates), moments, value, jnp.any(jnp.stack(still))
+
+    moments, losses = optimizer.init(params), []
+    for _ in range(150):
+        params, moments, value, touched = train(params, moments, model)
+        losses.append(float(value))
+        assert not touched
+    assert losses[-1] < 0.5 * losses[0]
+    after = run(MTPDrafter(nnx.merge(graphdef, params), model))
+    assert_same(after, expected())
+    rate = [float(jnp.sum(out.accepted) / jnp.sum(out.proposed)) for out in (before, after)]
+    assert rate[1] > max(0.5, 2 * rate[0]), rate
+
+
+def test_rows_draft_as_much_as_pays():
+    """A row that is always right goes on with all it has, one that is always wrong with few."""
+    model, wanted = make_model("gated_delta_net"), expected()
+    tokens = jnp.stack([wanted.tokens[0], (wanted.tokens[1] + 1) % V, wanted.tokens[2]])
+    lengths = jnp.array([[3], [3], [0]], jnp.int32) * jnp.ones((B, N), jnp.int32)
+    drafter = AdaptiveDrafter(Scripted(tokens, lengths), cost=0.25, memory=0.8)
+    out = speculative_generate(model, PROMPTS, drafter, max_new_tokens=N)
+    assert_same(out, wanted)
+    np.testing.assert_array_equal(out.accepted > 0, [True, False, False])
+    always = sum(min(3, N - 1 - i) for i in range(N))
+    assert 0 < int(out.proposed[1]) < always / 3
+    assert int(out.proposed[0]) == int(out.accepted[0]) >= 14
+    assert int(out.proposed[2]) == 0
+
+
+def test_the_length_that_pays():
+    drafter = AdaptiveDrafter(NGramDrafter(num_drafts=4), cost=0.25, memory=0.5, prior=0.6)
+    state = drafter.start(module.as_prompt([[1]] * 4), 8)
+    state = state._replace(proposed=jnp.array([4, 4, 4, 0], jnp.int32))
+    tokens = jnp.zeros((4, 5), jnp.int32)
+    for kept in ([5, 1, 3, 1], [5, 1, 0, 1]):  # accepted 4 of 4, 0 of 4, 2 of 4 then ended, none
+        state = drafter.observe(state, tokens, jnp.array(kept, jnp.int32))
+    np.testing.assert_allclose(state.accepted, [6, 0, 2, 0])
+    np.testing.assert_allclose(state.tested, [6, 1.5, 3, 0])
+    rate = np.array([6.6 / 7, 0.6 / 2.5, 2.6 / 4, 0.6])
+    drafts = np.arange(5)
+    best = np.argmax(np.cumsum(rate[:, None] ** drafts, 1) / (1 + 0.25 * drafts), 1)
+    np.testing.assert_array_equal(drafter.best_length(state), best)
+    assert best[0] == 4 and best[1] == 0 and 0 < best[3] < 4
+
+
 def jit_drafts(model):
     """tokens -> the three greedy tokens after them, each from a full forward."""
 
@@ -266,6 +428,8 @@ DISTRIBUTIONS = {  # of one structure, so that one program serves all
 def chi_drafter(name):
     if name == "n-gram":
         return NGramDrafter(num_drafts=2)
+    if name == "adaptive heads":
+        return AdaptiveDrafter(MTPDrafter(make_heads(), chi_model(), num_drafts=2), cost=0.4)
     return ModelDrafter(make_model("kda", seed=4, pattern="M", **CHI_MODEL), num_drafts=2)
 
 
@@ -318,7 +482,7 @@ def chi_square(drafter, options):
     return (statistic - freedom) / np.sqrt(2 * freedom), accepted
 
 
-@pytest.mark.parametrize("drafter", ["n-gram", "model"])
+@pytest.mark.parametrize("drafter", ["n-gram", "model", "adaptive heads"])
 @pytest.mark.parametrize("options", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 def test_tokens_are_distributed_as_the_targets(drafter, options):
     z, accepted = chi_square(drafter, options)
@@ -384,9 +548,9 @@ def test_other_values_go_through_the_same_loop():
 
 def test_one_trace_of_the_model_a_donated_cache_and_no_host(monkeypatch):
     model, traced = make_model("gated_delta_net"), []
-    verify = type(model).verify
+    verify = type(model).verify_hidden
     monkeypatch.setattr(
-        type(model), "verify", lambda *args, **kw: traced.append(1) or verify(*args, **kw)
+        type(model), "verify_hidden", lambda *args, **kw: traced.append(1) or verify(*args, **kw)
     )
     prompt = module.as_prompt(PROMPTS)
     control, rows = module.start(
@@ -453,6 +617,18 @@ def test_impossible_arguments_raise():
     ]:
         with pytest.raises(ValueError, match=message):
             NGramDrafter(**options)
+    for options, message in [
+        (dict(cost=0.0), "cost must be above 0, found 0.0"),
+        (dict(memory=1.0), "memory must be in"),
+        (dict(prior=1.0), "prior must be in"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            AdaptiveDrafter(NGramDrafter(), **options)
+    with pytest.raises(ValueError, match="a target with d_model=8, found d_model=16"):
+        wide = MTPDrafter(MTPHeads(8, rngs=nnx.Rngs(0)), model)
+        speculative_generate(model, PROMPTS, wide, max_new_tokens=2)
+    with pytest.raises(ValueError, match="num_heads must be at least 1, found 0"):
+        MTPHeads(8, num_heads=0, rngs=nnx.Rngs(0))
     together = GenerateState(model.init_cache(B, 64, ragged=False), jnp.zeros((B, V)))
     with pytest.raises(ValueError, match="state must have a pointer for every row"):
         speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, state=together)

@@ -1,0 +1,228 @@
+"""Markdown tables of benchmark results, and the sections of documents that hold them.
+
+A section of a document names what it shows and the file of benchmarks/results/ that it shows:
+
+    <!-- benchmarks: kernels kernels-nvidia-h200.json -->
+    ...
+    <!-- end of benchmarks -->
+
+`python benchmarks/plots.py` writes what is between, the tests compare it with the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+FAMILIES = {"mamba2": "Mamba-2", "gated_delta_net": "GDN", "kda": "KDA"}
+# What a case may end with where it is not the plain one.
+FORMS = ("staggered", "own pointers")
+IMAGES = Path("docs/images")
+
+_SECTION = re.compile(
+    r"(?P<begin><!-- benchmarks: (?P<kind>\S+) (?P<file>\S+) -->\n)(?P<body>.*?)"
+    r"(?P<end><!-- end of benchmarks -->)",
+    re.DOTALL,
+)
+
+
+def load(path: Path) -> Record:
+    """Read what `harness.save` wrote."""
+    return json.loads(path.read_text())
+
+
+def is_fills(record: Record) -> bool:
+    """Whether the record is of `kernels.py --fills`."""
+    return bool(record["rows"]) and all("fill" in row["extra"] for row in record["rows"])
+
+
+def is_kernels(record: Record) -> bool:
+    """Whether the record is of whole windows of `kernels.py`, under any name."""
+    return bool(record["rows"]) and all(
+        "conventional_us" in row["extra"] and "window" in row["extra"] for row in record["rows"]
+    )
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Family and shapes of a row's case, with its tokens and read copy where it has some."""
+    shapes = row["case"].split(", ", 1)[1]
+    for form in (*FORMS, str(row["extra"].get("fill"))):
+        shapes = shapes.removesuffix(f", {form}")
+    name = FAMILIES[row["family"]]
+    if row["tokens"] > 1:
+        name += f", verify of {row['tokens']} tokens"
+    if row["read_dtype"] is not None:
+        name += f", {row['read_dtype']} read copy"
+    return f"{name}, {shapes}"
+
+
+def plain(record: Record) -> dict[str, dict[int, Mapping[str, Any]]]:
+    """Rows of whole windows by label and batch: the fastest implementation that was asked for.
+
+    Rows at spread fills, with other pointers and of single steps are left out.
+    """
+    rows = [
+        row
+        for row in record["rows"]
+        if "fill" not in row["extra"] and not row["case"].endswith(tuple(f", {f}" for f in FORMS))
+    ]
+    names = {row["implementation"] for row in rows}
+    wanted = "mosaic_gpu" if "mosaic_gpu" in names else "xla"
+    grouped: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["implementation"] == wanted:
+            grouped.setdefault(label(row), {})[row["batch"]] = row
+    return grouped
+
+
+def fills(record: Record) -> dict[tuple[str, int], dict[str, Mapping[str, Any]]]:
+    """Rows of single steps by (label, batch) and by fill: "fill 0" and on, and "staggered"."""
+    grouped: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        if "fill" in row["extra"]:
+            case = grouped.setdefault((label(row), row["batch"]), {})
+            case[row["extra"]["fill"]] = row
+    return grouped
+
+
+def window_of(case: Mapping[str, Mapping[str, Any]]) -> list[float]:
+    """Microseconds of the steps of a window: at fills 1 to the window's size, which flushes."""
+    size = next(iter(case.values()))["extra"]["window"]
+    return [case[f"fill {fill}"]["us"] for fill in range(1, size + 1)]
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose first column is words and whose others are figures."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _times(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['baseline_us']:.1f} → {row['us']:.1f} ({row['speedup']:.2f}x)"
+
+
+def kernel_table(record: Record) -> str:
+    """Microseconds of a step, conventional → replay, over the batch."""
+    grouped = plain(record)
+    batches = sorted({batch for case in grouped.values() for batch in case})
+    head = ["conventional → replay, us", *(f"batch {b}" for b in batches), "of read bandwidth"]
+
+    def cells(name: str, case: Mapping[int, Any]) -> list[str]:
+        share = case[max(case)]["fraction_of_read_bandwidth"]
+        times = [_times(case.get(batch)) for batch in batches]
+        return [name, *times, "" if share is None else f"{share:.0%}"]
+
+    return markdown(head, (cells(name, case) for name, case in grouped.items()))
+
+
+def window_table(record: Record) -> str:
+    """Mean and longest step of a window, rows together and at spread fills."""
+    head = ["us of a step", "batch", "conventional", "mean", "longest", "staggered rows"]
+
+    def cells(name: str, batch: int, case: Mapping[str, Any]) -> list[str]:
+        steps = window_of(case)
+        spread = case["staggered"]
+        us = [spread["baseline_us"], sum(steps) / len(steps), max(steps), spread["us"]]
+        return [name, str(batch), *(f"{x:.1f}" for x in us)]
+
+    return markdown(head, (cells(*key, case) for key, case in fills(record).items()))
+
+
+def sharded_table(record: Record) -> str:
+    """Microseconds of a model's step on one device and on several, with the efficiency."""
+    rows: dict[tuple[str, str, int], dict[str, Mapping[str, Any]]] = {}
+    meshes: list[str] = []
+    for row in record["rows"]:
+        scheme, mesh = row["implementation"].split(" ")
+        rows.setdefault((row["case"], scheme, row["batch"]), {})[mesh] = row
+        if mesh not in meshes:
+            meshes.append(mesh)
+
+    def cell(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        extra, notes = row["extra"], []
+        if extra.get("efficiency") is not None:
+            notes.append(f"efficiency {extra['efficiency']:.2f}")
+        if extra.get("collectives") and extra.get("collective_share") is not None:
+            notes.append(f"collectives {extra['collective_share']:.0%}")
+        return f"{row['us']:,.0f}" + (f" ({', '.join(notes)})" if notes else "")
+
+    head = ["us of a model's step", "decoding", "batch", *meshes]
+    return markdown(
+        head,
+        (
+            [case, scheme, str(batch), *(cell(found.get(mesh)) for mesh in meshes)]
+            for (case, scheme, batch), found in rows.items()
+        ),
+    )
+
+
+def peers_table(record: Record) -> str:
+    """Microseconds of other packages' conventional steps beside ours, over the batch."""
+    grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        grouped.setdefault((label(row), row["implementation"]), {})[row["batch"]] = row
+    batches = sorted({batch for case in grouped.values() for batch in case})
+    head = ["ours, theirs, us", "package", *(f"batch {batch}" for batch in batches)]
+
+    def cell(row: Mapping[str, Any] | None) -> str:
+        return "" if row is None else f"{row['baseline_us']:.1f}, {row['us']:.1f}"
+
+    return markdown(
+        head,
+        ([*key, *(cell(case.get(batch)) for batch in batches)] for key, case in grouped.items()),
+    )
+
+
+TABLES: dict[str, Callable[[Record], str]] = {
+    "kernels": kernel_table,
+    "window": window_table,
+    "sharded": sharded_table,
+    "peers": peers_table,
+}
+# What the pictures of a results file show, for those who cannot see them.
+PICTURES = {
+    "kernels-picture": "Over the batch: speed-up of a replay step over the conventional one, and "
+    "the fraction of the read bandwidth that it reaches",
+    "window-picture": "Time of a step at each fill of the window: rows that flush together, "
+    "staggered rows, and conventional decoding",
+}
+
+
+def fill_sections(text: str, results: Path, to_root: str = "") -> str:
+    """Return the text of a document with its sections written anew from the results there are.
+
+    Args:
+      text: of the document.
+      results: folder of the results; a section whose file is not there stays as it is.
+      to_root: relative path from the document to the root of the repository, "" or "../".
+
+    Raises:
+      ValueError: a section of a kind that does not exist.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        kind, file = match["kind"], match["file"]
+        if kind not in TABLES and kind not in PICTURES:
+            known = sorted([*TABLES, *PICTURES])
+            raise ValueError(f"a section must show one of {known}, found {kind!r}")
+        if not (results / file).exists():
+            return match[0]
+        if kind in PICTURES:
+            image = (IMAGES / file).with_suffix(".svg").as_posix()
+            image = image.removeprefix("docs/") if to_root else image
+            body = f"![{PICTURES[kind]}]({image})"
+        else:
+            body = TABLES[kind](load(results / file))
+        return f"{match['begin']}\n{body}\n\n{match['end']}"
+
+    return _SECTION.sub(written, text)

@@ -1,0 +1,44 @@
+"""Checks of values that are known only at run time, for `checkify`: off by default.
+
+`checkify.debug_check` marks everything that contains it with an effect, off or not, and a jitted
+function with an effect is called through a slow path: measured, 10 ms instead of 0.4 ms a call with
+200 arrays. So the checks are there only where they are asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+
+import jax
+from jax.experimental import checkify
+
+_checking = contextvars.ContextVar("checking", default=False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+    """Within it, traced functions hold checks of their values, for `checkify.checkify` to find.
+
+        with rs.debug_checks():
+            errors, out = jax.jit(checkify.checkify(f))(state, inputs)
+        errors.throw()
+
+    Gates that are positive or not finite, lengths, slots and rows out of range, records beyond the
+    window. JAX's caches are cleared on entry and exit: what was compiled before has no checks, and
+    what is compiled here has them.
+    """
+    token = _checking.set(True)
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _checking.reset(token)
+        jax.clear_caches()
+
+
+def debug_check(holds: Callable[[], jax.Array], message: str) -> None:
+    """Check that `holds()`, a bool scalar, is true, within `debug_checks`."""
+    if _checking.get():
+        checkify.debug_check(holds(), message)

@@ -1,0 +1,91 @@
+"""Snapshots: conventional decoding that can reject drafts, since it keeps a state for each.
+
+What other systems do to speculate on a recurrent layer, and what replay is compared with: every
+token writes a whole state, a rollback selects one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax.inputs import TokenInputs
+from replayssm_jax.recurrence import recurrent_step
+from replayssm_jax.spec import ReplaySpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Snapshots:
+    """Ring of recurrent states; the state after n tokens of a row lies in slot n mod S.
+
+    Attributes:
+      states: [B, S, H, P, N], S = `spec.max_tokens` + 1: the committed state and one for each
+        draft.
+    """
+
+    states: jax.Array
+
+    @classmethod
+    def zeros(cls, spec: ReplaySpec, batch_size: int) -> Snapshots:
+        """Return the snapshots of `batch_size` rows that have seen nothing."""
+        rows, *state = spec.state_shape(batch_size)
+        return cls(jnp.zeros((rows, spec.max_tokens + 1, *state), spec.state_dtype))
+
+    def at(self, position: jax.Array) -> jax.Array:
+        """Return the states [B, H, P, N] after `position` int32 [B] tokens."""
+        slots = (position % self.states.shape[1]).reshape(-1, 1, 1, 1, 1)
+        return jnp.take_along_axis(self.states, slots, axis=1)[:, 0]
+
+    def put(self, position: jax.Array, state: jax.Array, where: Any = True) -> Snapshots:
+        """Keep `state` [B, H, P, N] as that after `position` [B] tokens, `where` (bool [B])."""
+        size = self.states.shape[1]
+        slots = jnp.where(where, position % size, size)
+        rows = jnp.arange(position.shape[0], dtype=jnp.int32)
+        return Snapshots(self.states.at[rows, slots].set(state, mode="drop"))
+
+
+def verify_snapshots(
+    spec: ReplaySpec,
+    snapshots: Snapshots,
+    inputs: TokenInputs,
+    position: jax.Array,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, Snapshots]:
+    """Run T drafts one after the other, and keep the state behind each.
+
+    Moving `position` commits them, leaving it where it is rejects them.
+
+    Args:
+      spec: the layer.
+      snapshots: of B rows.
+      inputs: 1 <= T <= `spec.max_tokens` tokens.
+      position: int32 [B], tokens that are committed.
+      lengths: None, or int32 [B], real tokens at the front of each row.
+
+    Returns:
+      The outputs [B, T, H, P] in the dtype of `v`, zero where a token is not real, and the
+      snapshots.
+
+    Raises:
+      TypeError, ValueError: wrong dtypes or shapes, T above `max_tokens`.
+    """
+    num_tokens = inputs.v.shape[1]
+    if not 1 <= num_tokens <= spec.max_tokens:
+        raise ValueError(
+            f"T must be between 1 and max_tokens={spec.max_tokens}, found T={num_tokens}"
+        )
+    state, outputs = snapshots.at(position), []
+    for t in range(num_tokens):
+        token = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
+        output, state = recurrent_step(spec, state, token)
+        real: Any = True
+        if lengths is not None:
+            real = t < lengths
+            output = jnp.where(real.reshape(-1, 1, 1, 1), output, jnp.zeros_like(output))
+        outputs.append(output)
+        snapshots = snapshots.put(position + t + 1, state, real)
+    return jnp.concatenate(outputs, axis=1), snapshots

@@ -1,0 +1,69 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import memory
+import models
+import pytest
+from flax import nnx
+
+from replayssm_jax.models import HybridLM
+
+STATE = {  # bytes of the recurrent states of one sequence: layers x heads x P x N x 4
+    "nemotron-3-nano-4b": 21 * 96 * 80 * 128 * 4,
+    "qwen3.5-4b": 24 * 32 * 128 * 128 * 4,
+    "kimi-linear": 20 * 32 * 128 * 128 * 4,
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_bytes_of_each_scheme(name):
+    config = models.MODELS[name]
+    plain = memory.held(config, "conventional", 1, 128)
+    assert (plain.state, plain.ring) == (STATE[name], 0)
+    snapshots = memory.held(config, "snapshots", 4, 128)
+    assert (snapshots.state, snapshots.ring) == (5 * STATE[name], 0)
+    replay = memory.held(config, "replay", 4, 128)
+    assert replay.state == STATE[name]
+    assert 0 < replay.ring < replay.state
+    assert plain.conv < snapshots.conv == replay.conv
+    assert plain.kv == snapshots.kv == replay.kv
+    assert memory.held(config, "replay", 4, 256).kv == 2 * replay.kv
+
+
+def test_what_narrow_decays_save():
+    """24 slots of 32 heads x 128 channels lose 2 bytes each, in 20 layers."""
+    config = models.MODELS["kimi-linear"]
+    wide, narrow = (memory.held(config, s, 8, 128) for s in ("replay", "narrow ring"))
+    assert wide.ring - narrow.ring == 20 * 24 * 32 * 128 * 2
+    assert wide.total - narrow.total == wide.ring - narrow.ring
+
+
+def test_the_bytes_are_those_of_a_cache_that_is_made():
+    config = models.MODELS["tiny"]
+    model = HybridLM(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    cache = model.init_cache(2, 16)
+    held = memory.held(config, "replay", 1, 16)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
+    assert arrays == 2 * held.total
+
+
+def test_the_table_the_plot_and_the_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    options = ["--model", "tiny", "--tokens", "4", "--context", "64", "--memory", "0.01"]
+    plot = tmp_path / "plot.svg"
+    assert memory.main([*options, "--out", str(tmp_path), "--plot", str(plot)]) == 0
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    assert [(row["scheme"], row["tokens"]) for row in rows] == [
+        ("conventional", 1),
+        ("replay", 1),
+        ("snapshots", 4),
+        ("replay", 4),
+    ]
+    for row in rows:
+        free = 10_000_000 - row["weights"]
+        assert row["largest_batch"] == free // row["total"]
+        assert row["total"] == sum(row["held"].values())
+    times = rows[3]["largest_batch"] / rows[2]["largest_batch"]
+    assert f"{times:.2f}" in capsys.readouterr().out
+    assert plot.stat().st_size > 1000

@@ -1,0 +1,167 @@
+"""Tables and pictures of results, and the documents' sections that show them."""
+
+import dataclasses
+
+import harness
+import pytest
+import tables
+from documents import ROOT
+from harness import Timing
+
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = {"README.md": "", "docs/kernels.md": "../", "docs/serving.md": "../"}
+
+GDN = dict(case="gated_delta_net, 32 heads", family="gated_delta_net")
+MAMBA = dict(case="mamba2-80, 96 heads x 80", family="mamba2")
+
+
+def row(us, baseline, batch=1, tokens=1, share=0.5, implementation="mosaic_gpu", **facts):
+    facts = {"extra": {"window": 2, "conventional_us": {"xla": baseline}}} | facts
+    one = harness.row(
+        Timing(us, us, us),
+        Timing(baseline, baseline, baseline),
+        batch=batch,
+        tokens=tokens,
+        read_dtype=None,
+        implementation=implementation,
+        fraction_of_read_bandwidth=share,
+        rel_err=1e-7,
+        **facts,
+    )
+    return dataclasses.asdict(one)
+
+
+def record(*rows):
+    return {"benchmark": "kernels", "device": "a card", "jax": "0.11.2", "rows": list(rows)}
+
+
+KERNELS = record(
+    row(4.0, 3.0, **MAMBA),
+    row(100.0, 190.0, batch=256, share=0.912, **MAMBA),
+    row(99.0, 190.0, batch=256, **MAMBA | {"case": "mamba2-80, 96 heads x 80, staggered"}),
+    row(500.0, 190.0, batch=256, implementation="xla", **MAMBA),
+    row(50.04, 75.0, batch=256, share=None, **GDN),
+    row(80.0, 200.0, batch=256, tokens=4, **GDN),
+)
+
+
+def fill_row(name, us):
+    case = f"{GDN['case']}, {name}"
+    extra = {"window": 2, "fill": name}
+    return row(us, 30.0, batch=8, share=None, case=case, family="gated_delta_net", extra=extra)
+
+
+FILLS = record(*map(fill_row, ["fill 0", "fill 1", "fill 2", "staggered"], [9, 10, 40, 24.96]))
+
+
+def test_kernel_table():
+    assert tables.kernel_table(KERNELS).splitlines() == [
+        "| conventional → replay, us | batch 1 | batch 256 | of read bandwidth |",
+        "| --- | ---: | ---: | ---: |",
+        "| Mamba-2, 96 heads x 80 | 3.0 → 4.0 (0.75x) | 190.0 → 100.0 (1.90x) | 91% |",
+        "| GDN, 32 heads |  | 75.0 → 50.0 (1.50x) |  |",
+        "| GDN, verify of 4 tokens, 32 heads |  | 200.0 → 80.0 (2.50x) | 50% |",
+    ]
+
+
+def test_window_table():
+    """An empty window is no step of a running loop: after a flush the new record is there."""
+    assert tables.window_table(FILLS).splitlines()[2] == (
+        "| GDN, 32 heads | 8 | 30.0 | 25.0 | 40.0 | 25.0 |"
+    )
+
+
+def test_sharded_table():
+    extra = {"collectives": {"all-reduce f32[8]": 3}, "collective_share": 0.125, "efficiency": 0.9}
+    facts = {"case": "like a model, 8 blocks", "family": "mamba2", "batch": 512}
+    rows = [
+        row(4000.4, 4000.4, implementation="replay 1x1", **facts, extra={}),
+        row(2000.0, 4000.4, implementation="replay 1x2", **facts, extra=extra),
+        row(9000.0, 9000.0, implementation="conventional 1x1", **facts, extra={}),
+    ]
+    assert tables.sharded_table(record(*rows)).splitlines()[2:] == [
+        "| like a model, 8 blocks | replay | 512 | 4,000 "
+        "| 2,000 (efficiency 0.90, collectives 12%) |",
+        "| like a model, 8 blocks | conventional | 512 | 9,000 |  |",
+    ]
+
+
+def test_peers_table():
+    rows = [row(5.0, 4.0, batch=b, implementation="fla-core 0.6.0", **GDN) for b in (1, 16)]
+    assert tables.peers_table(record(*rows)).splitlines()[2] == (
+        "| GDN, 32 heads | fla-core 0.6.0 | 4.0, 5.0 | 4.0, 5.0 |"
+    )
+
+
+DOCUMENT = """before
+<!-- benchmarks: {} results.json -->
+old
+<!-- end of benchmarks -->
+after
+"""
+
+
+def test_sections_are_written_where_there_are_results(tmp_path):
+    text = DOCUMENT.format("kernels")
+    assert tables.fill_sections(text, tmp_path) == text
+    (tmp_path / "results.json").write_text(harness.json.dumps(KERNELS))
+    written = tables.fill_sections(text, tmp_path)
+    assert "old" not in written and tables.kernel_table(KERNELS) in written
+    assert written.startswith("before\n<!--") and written.endswith("-->\nafter\n")
+    assert tables.fill_sections(written, tmp_path) == written
+    picture = tables.fill_sections(DOCUMENT.format("kernels-picture"), tmp_path, "../")
+    assert "](images/results.svg)" in picture
+    picture = tables.fill_sections(DOCUMENT.format("kernels-picture"), tmp_path)
+    assert "](docs/images/results.svg)" in picture
+    with pytest.raises(ValueError, match="found 'kernel'"):
+        tables.fill_sections(DOCUMENT.format("kernel"), tmp_path)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_show_the_results(name):
+    """`python benchmarks/plots.py` writes what this expects."""
+    text = (ROOT / name).read_text()
+    assert tables.fill_sections(text, RESULTS, DOCUMENTS[name]) == text
+
+
+def test_readme_has_sections():
+    readme = (ROOT / "README.md").read_text()
+    assert "<!-- benchmarks: kernels kernels-nvidia-h200.json -->" in readme
+    assert readme.count("<!-- benchmarks: ") == readme.count("<!-- end of benchmarks -->")
+
+
+def test_kinds_of_results():
+    assert tables.is_kernels(KERNELS) and not tables.is_fills(KERNELS)
+    assert tables.is_fills(FILLS) and not tables.is_kernels(FILLS)
+    assert not tables.is_kernels(record(row(1.0, 2.0, **GDN, extra={})))
+
+
+def test_pictures(tmp_path):
+    plots = pytest.importorskip("plots", reason="needs matplotlib", exc_type=ImportError)
+    assert plots.DOCUMENTS == DOCUMENTS
+    for name, found in (("kernels", KERNELS), ("fills", FILLS), ("other", record())):
+        (tmp_path / f"{name}.json").write_text(harness.json.dumps(found))
+    out = tmp_path / "images"
+    first = plots.draw(tmp_path / "kernels.json", out).read_bytes()
+    assert plots.draw(tmp_path / "kernels.json", out).read_bytes() == first
+    assert len(first) < 100_000
+    assert plots.draw(tmp_path / "other.json", out) is None
+    assert plots.main([str(tmp_path / "fills.json"), "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {"kernels.svg", "fills.svg"}
+
+
+def test_what_pictures_show():
+    plots = pytest.importorskip("plots", reason="needs matplotlib", exc_type=ImportError)
+    with plots.style():
+        speed, reads = plots.draw_kernels(KERNELS).axes
+        (window,) = plots.draw_window(FILLS).axes
+    by_label = {line.get_label(): list(line.get_ydata()) for line in speed.get_lines()}
+    assert by_label["Mamba-2, 96 heads x 80"] == [0.75, 1.9]
+    # Without a measured bandwidth there is no fraction of it.
+    assert [line.get_label() for line in reads.get_lines()] == [
+        "Mamba-2, 96 heads x 80",
+        "GDN, verify of 4 tokens, 32 heads",
+    ]
+    assert [bar.get_height() for bar in window.patches] == [9, 10, 40]
+    assert [line.get_ydata()[0] for line in window.get_lines()] == [24.96, 30]
+    plots.plt.close("all")

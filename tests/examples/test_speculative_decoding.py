@@ -1,0 +1,35 @@
+import re
+
+import pytest
+import speculative_decoding
+
+
+@pytest.mark.slow
+def test_shipped_weights_decode_the_same_tokens_in_fewer_passes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    arguments = ["--family", "gated_delta_net", "--drafter", "n-grams", "heads", "--tokens", "48"]
+    arguments += ["--batch", "2", "--prompt-bytes", "200", "--show", "12", "--repeats", "1"]
+    assert speculative_decoding.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("identical 96/96") == 2
+    assert "Gated DeltaNet, drafts by heads: 12 passes of row 0" in printed
+    assert re.search(r"tokens per second: plain [\d,]+, speculative [\d,]+, [\d.]+x", printed)
+    rows = re.findall(r"│ +\d+ │ +48 │ +(\d+) │ +([\d.]+) │ +(\d+) │ +(\d+) \((\d+)%\)", printed)
+    assert len(rows) == 4
+    for passes, rate, proposed, accepted, share in rows:
+        assert int(passes) + int(accepted) == 48
+        assert float(rate) == round(48 / int(passes), 2)
+        assert 0 < int(accepted) <= int(proposed)
+        assert int(share) == round(100 * int(accepted) / int(proposed))
+
+
+def test_options_that_cannot_work_are_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(speculative_decoding, "heads_path", lambda family: tmp_path / family)
+    for options, message in [
+        (["--drafts", "16"], "at most 15"),
+        (["--show", "0"], "--show must be at least 1"),
+        (["--family", "kda", "--drafter", "heads"], "no heads for kda"),
+    ]:
+        with pytest.raises(SystemExit):
+            speculative_decoding.parse(options)
+        assert message in capsys.readouterr().err

@@ -12,7 +12,8 @@ through a copy in each of these formats.
    are those of a trained model on held-out text, and adversarial ones that remember for 100 to
    100,000 tokens. Value rows of a head do not interact, so eight of them are run.
 2. The trained models on held-out text: bits per byte, accuracy, and how often the likeliest next
-   byte is that of conventional float32 decoding.
+   byte is that of conventional float32 decoding; as they are, and with decays that remember 10 and
+   100 times as long.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from replayssm_jax.layers.progress import Span
 from replayssm_jax.models import HybridLM
 
 FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
+STRETCHES = (1, 10, 100)
 MEMORIES = (100, 1_000, 10_000, 100_000)
 ROWS = 8
 SEGMENT = 100
@@ -177,9 +179,8 @@ def run(spec: rs.ReplaySpec, inputs: rs.TokenInputs, key: Any, *, decode: str) -
     if decode == "replay":
         carry: Any = rs.init_state(spec, batch)
     else:
-        zeros = jnp.zeros(spec.state_shape(batch), spec.compute_dtype)
         keys = None if key is None else precision.as_keys(key, (batch, spec.num_heads))
-        carry = (precision.encode(zeros, spec.state_dtype), keys)
+        carry = (precision.zeros(spec.state_shape(batch), spec.state_dtype), keys)
     _, (outputs, states) = jax.lax.scan(segment, carry, by_segment)
     outputs = jnp.moveaxis(outputs.reshape(length, batch, *outputs.shape[3:]), 0, 1)
     return Trace(outputs, states)
@@ -250,11 +251,15 @@ def study_head(family: str, length: int, bar: Any) -> list[dict[str, Any]]:
 # The trained models
 
 
-def with_formats(model: HybridLM, scheme: Scheme) -> HybridLM:
-    """The same weights in a model that keeps its states as the scheme says."""
+def with_formats(model: HybridLM, scheme: Scheme, stretch: float) -> HybridLM:
+    """The same weights with states as the scheme says, that remember `stretch` times as long."""
     config = dataclasses.replace(model.config, **scheme.formats())
     other = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
     nnx.update(other, nnx.state(model))
+    for block in other.blocks:
+        for mixer in block.mixers:
+            if isinstance(mixer, ReplayMixer):
+                mixer.A_log = nnx.Param(mixer.A_log[...] - np.float32(np.log(stretch)))
     return other
 
 
@@ -278,32 +283,34 @@ def read_text(
 
 
 def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str, Any]]:
-    """Rows: family, scheme, and how well the text is predicted; `tail_`: in its last quarter."""
+    """Rows: family, stretch of the memory, scheme, and how well the text is predicted.
+
+    Agreement is with conventional float32 decoding, `tail_agreement` that of the last quarter.
+    """
     model, _ = load_weights(WEIGHTS / f"{family}.safetensors")
     files = sorted((d.text for d in load_corpus().held_out), key=len)[-batch:]
     text = np.stack([np.frombuffer(f, np.uint8, count=length + 1) for f in files])
     text = jnp.asarray(text.astype(np.int32))
     truth = np.asarray(text.T[1:])
     results: list[dict[str, Any]] = []
-    plain = None
+    plain: dict[float, np.ndarray] = {}
     for scheme in schemes():
         key = jax.random.key(0) if scheme.stochastic else None
-        formed = with_formats(model, scheme)
-        bits, best = map(np.asarray, read_text(formed, text, key, decode=scheme.decode))
-        plain = best if plain is None else plain
-        tail = slice(-(length // 4), None)
-        results.append(
-            dict(
-                family=family,
-                scheme=scheme.name,
-                bits_per_byte=round(float(bits.mean()), 5),
-                tail_bits_per_byte=round(float(bits[tail].mean()), 5),
-                accuracy=round(float((best == truth).mean()), 5),
-                tail_accuracy=round(float((best[tail] == truth[tail]).mean()), 5),
-                agreement=round(float((best == plain).mean()), 5),
-                tail_agreement=round(float((best[tail] == plain[tail]).mean()), 5),
+        for stretch in STRETCHES:
+            formed = with_formats(model, scheme, stretch)
+            bits, best = map(np.asarray, read_text(formed, text, key, decode=scheme.decode))
+            same = best == plain.setdefault(stretch, best)
+            results.append(
+                dict(
+                    family=family,
+                    stretch=stretch,
+                    scheme=scheme.name,
+                    bits_per_byte=round(float(bits.mean()), 5),
+                    accuracy=round(float((best == truth).mean()), 5),
+                    agreement=round(float(same.mean()), 5),
+                    tail_agreement=round(float(same[-(length // 4) :].mean()), 5),
+                )
             )
-        )
         bar()
     return results
 
@@ -312,7 +319,15 @@ def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str
 
 
 def write(results: dict[str, Any], path: Path) -> None:
-    """Write the results as JSON, a row a line."""
+    """Write the results as JSON, a row a line; what the file holds of other families stays."""
+    if path.exists():
+        before = json.loads(path.read_text())
+        results = dict(results, runs={**before["runs"], **results["runs"]})
+        for part in ("head", "model"):
+            old = [row for row in before[part] if row["family"] not in families_of(results[part])]
+            results[part] = sorted(
+                [*old, *results[part]], key=lambda row: FAMILIES.index(row["family"])
+            )
     lines = []
     for name, value in results.items():
         if name in ("head", "model"):
@@ -324,12 +339,20 @@ def write(results: dict[str, Any], path: Path) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def families_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["family"] for row in rows))
+
+
+def last_mark(results: dict[str, Any], family: str) -> int:
+    """Tokens after which the last errors of a family were taken."""
+    return max(row["tokens"] for row in results["head"] if row["family"] == family)
+
+
 def at_end(results: dict[str, Any]) -> dict[tuple[str, str, float], dict[str, dict[str, float]]]:
     """The errors after the last token: {(family, gates, memory): {scheme: row}}."""
     found: dict[Any, dict[str, Any]] = {}
-    last = max(row["tokens"] for row in results["head"])
     for row in results["head"]:
-        if row["tokens"] == last:
+        if row["tokens"] == last_mark(results, row["family"]):
             case = (row["family"], row["gates"], row["memory"])
             found.setdefault(case, {})[row["scheme"]] = row
     return found
@@ -348,10 +371,12 @@ def head_table(results: dict[str, Any], family: str, field: str) -> tuple[list[s
     return header, body
 
 
-def model_table(results: dict[str, Any]) -> tuple[list[str], list[Any]]:
+def model_table(results: dict[str, Any], stretch: float) -> tuple[list[str], list[Any]]:
     """Header and rows: bits per byte, points of accuracy lost and agreement of each family."""
-    families = list(dict.fromkeys(row["family"] for row in results["model"]))
-    rows = {(row["family"], row["scheme"]): row for row in results["model"]}
+    families = families_of(results["model"])
+    rows = {
+        (row["family"], row["scheme"]): row for row in results["model"] if row["stretch"] == stretch
+    }
     header = ["scheme"]
     for family in families:
         header += [f"{NAMES[family]}: bits per byte", "accuracy, points", "agreement"]
@@ -371,21 +396,23 @@ def model_table(results: dict[str, Any]) -> tuple[list[str], list[Any]]:
 
 def tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
     """All tables by their titles."""
-    last = max(row["tokens"] for row in results["head"])
     found = {}
-    for family in dict.fromkeys(row["family"] for row in results["head"]):
+    for family in families_of(results["head"]):
+        last = last_mark(results, family)
         for field in ("output", "state"):
             title = f"{NAMES[family]}: relative error of the {field} after {last:,} tokens"
             found[title] = head_table(results, family, field)
-    found["Trained models on held-out text"] = model_table(results)
+    for stretch in STRETCHES:
+        times = "" if stretch == 1 else f", remembering {stretch} times as long"
+        found[f"Trained models on held-out text{times}"] = model_table(results, stretch)
     return found
 
 
 def with_tables(page: str, results: dict[str, Any]) -> str:
     """The page with the table below each `**title**` line replaced by that of the results."""
     for title, table in tables(results).items():
-        kind = re.escape(title.split(" after ")[0])
-        pattern = rf"\*\*{kind}[^\n]*\*\*\n\n(\|[^\n]*\n)*"
+        kind = re.sub(r" after .*", "", title)
+        pattern = rf"\*\*{re.escape(kind)}( after [^\n]*)?\*\*\n\n(\|[^\n]*\n)*"
         new = f"**{title}**\n\n{markdown(table)}\n"
         page, count = re.subn(pattern, lambda _, new=new: new, page)
         if count > 1:
@@ -416,7 +443,8 @@ def plot(results: dict[str, Any], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "precision"  # the same file for the same figures
-    families = list(dict.fromkeys(row["family"] for row in results["head"]))
+    families = families_of(results["head"])
+    ends = {family: last_mark(results, family) for family in families}
     colours = dict(zip(("float32", *FORMATS), ("black", "C0", "C2", "C3", "C1"), strict=True))
 
     def line(scheme: Scheme) -> dict[str, Any]:
@@ -459,12 +487,11 @@ def plot(results: dict[str, Any], folder: Path) -> None:
         lambda row: row["gates"] == "adversarial" and row["memory"] == longest,
         "tokens",
     )
-    last = max(row["tokens"] for row in results["head"])
     draw(
         "precision_memory.svg",
         "memory",
         ("output",),
-        lambda row: row["gates"] == "adversarial" and row["tokens"] == last,
+        lambda row: row["gates"] == "adversarial" and row["tokens"] == ends[row["family"]],
         "tokens that a state remembers",
     )
 
@@ -497,11 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         families = FAMILIES if args.family == "all" else (args.family,)
         results = dict(
-            device=jax.devices()[0].device_kind,
-            machine=platform.machine(),
-            jax=jax.__version__,
-            text=load_corpus().name,
-            options=dict(tokens=args.tokens, text=args.text, batch=args.batch),
+            runs={},
             head=[],
             model=[],
         )
@@ -510,12 +533,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             count = len(list(schemes())) * len(families) * 2
             task = progress.add_task("", total=count)
             for family in families:
-                progress.update(task, description=f"{NAMES[family]}: one head")
-                results["head"] += study_head(family, args.tokens, lambda: progress.advance(task))
-                progress.update(task, description=f"{NAMES[family]}: the model")
-                results["model"] += study_model(
-                    family, args.text, args.batch, lambda: progress.advance(task)
+                results["runs"][family] = dict(
+                    options=dict(tokens=args.tokens, text=args.text, batch=args.batch),
+                    text=load_corpus().name,
+                    device=f"{jax.devices()[0].device_kind}, {platform.machine()}",
+                    jax=jax.__version__,
                 )
+                advance = partial(progress.advance, task)
+                progress.update(task, description=f"{NAMES[family]}: one head")
+                results["head"] += study_head(family, args.tokens, advance)
+                progress.update(task, description=f"{NAMES[family]}: the model")
+                results["model"] += study_model(family, args.text, args.batch, advance)
                 if args.out is not None:
                     write(results, args.out)
         console.print(f"{time.perf_counter() - begin:.0f} s")

@@ -93,6 +93,14 @@ def storage(shape: tuple[int, ...], dtype: Any) -> Any:
     return Scaled(values, jax.ShapeDtypeStruct(shape[:-1], jnp.float32))
 
 
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A stored state of zeros, as `encode` makes it; compilers would compute that at length."""
+    values = jnp.zeros(shape, dtype)
+    if not is_scaled(dtype):
+        return values
+    return Scaled(values, jnp.full(shape[:-1], _TINY, jnp.float32))
+
+
 def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     """Store a state in a format.
 

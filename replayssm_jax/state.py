@@ -186,10 +186,15 @@ def _init_state(
     ragged: bool,
 ) -> ReplayState:
     if initial is None:
-        initial = jnp.zeros(spec.state_shape(batch_size), spec.compute_dtype)
-    elif layout == "kv":
-        initial = jnp.swapaxes(initial, 2, 3)
-    stored = precision.store(initial, keys, spec.state_dtype, spec.read_dtype)
+        shape, copy = spec.state_shape(batch_size), spec.read_dtype
+        stored = precision.Stored(
+            precision.zeros(shape, spec.state_dtype),
+            None if copy is None else precision.zeros(shape, copy),
+            keys,
+        )
+    else:
+        initial = initial if layout == "vk" else jnp.swapaxes(initial, 2, 3)
+        stored = precision.store(initial, keys, spec.state_dtype, spec.read_dtype)
     buffer: dict[str, Any] = {
         name: None if shape is None else jnp.zeros(shape.shape, shape.dtype)
         for name, shape in _buffer_shapes(spec, batch_size).items()

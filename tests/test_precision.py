@@ -69,6 +69,8 @@ def test_a_state_survives_its_format(name):
     assert stored.dtype == jnp.dtype(name) and stored.shape == x.shape
     chex.assert_trees_all_equal(found[..., 1, :], jnp.zeros_like(x[..., 1, :]))
     assert not np.isnan(np.asarray(found)).any()
+    nothing = jnp.zeros(x.shape, jnp.float32)
+    chex.assert_trees_all_equal(precision.zeros(x.shape, name), encode(nothing, name))
     if precision.is_scaled(name):  # symmetric: what is largest is represented, whatever its sign
         chex.assert_trees_all_equal(decoded(encode(-x, name)), -found)
         assert_close(np.abs(np.asarray(found)).max(-1), amax[..., 0], 1e-6)

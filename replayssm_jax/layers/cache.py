@@ -99,13 +99,12 @@ def give_rounding_keys(caches: T, key: jax.Array) -> T:
         if not isinstance(cache, MixerCache):
             return cache
         own, found = jax.random.fold_in(key, found), found + 1
-        replay = isinstance(cache.state, ReplayState)
-        state = cache.state.checkpoint if replay else cache.state
-        keys = as_keys(own, state.shape[:-2])
-        if replay:
-            new = dataclasses.replace(cache.state, rounding_key=keys)
-            return dataclasses.replace(cache, state=new)
-        return dataclasses.replace(cache, rounding_key=keys)
+        state: Any = cache.state
+        if isinstance(state, ReplayState):
+            keys = as_keys(own, state.checkpoint.shape[:-2])
+            state = dataclasses.replace(state, rounding_key=keys)
+            return dataclasses.replace(cache, state=state)
+        return dataclasses.replace(cache, rounding_key=as_keys(own, state.shape[:-2]))
 
     return jax.tree.map(give, caches, is_leaf=_is_cache)
 

@@ -20,7 +20,7 @@ from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
-from replayssm_jax.precision import Stored, advance, decode, encode, is_scaled
+from replayssm_jax.precision import Stored, advance, decode, encode, is_scaled, zeros
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
@@ -85,8 +85,7 @@ class ReplayMixer(CachedLayer):
             state = init_state(spec, batch_size, ragged=ragged, rounding_key=rounding_key)
         elif decode == "recurrent":
             keys = check_rounding_key(spec, batch_size, rounding_key)
-            zeros = jnp.zeros(spec.state_shape(batch_size), spec.compute_dtype)
-            state = encode(zeros, spec.state_dtype)
+            state = zeros(spec.state_shape(batch_size), spec.state_dtype)
         elif decode == "snapshot":
             if is_scaled(spec.state_dtype) or rounding_key is not None:
                 raise ValueError(

@@ -373,7 +373,7 @@ def head_table(results: dict[str, Any], family: str, field: str) -> tuple[list[s
 
 def model_table(results: dict[str, Any], stretch: float) -> tuple[list[str], list[Any]]:
     """Header and rows: bits per byte, points of accuracy lost and agreement of each family."""
-    families = families_of(results["model"])
+    families = families_of([row for row in results["model"] if row["stretch"] == stretch])
     rows = {
         (row["family"], row["scheme"]): row for row in results["model"] if row["stretch"] == stretch
     }
@@ -402,7 +402,7 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
         for field in ("output", "state"):
             title = f"{NAMES[family]}: relative error of the {field} after {last:,} tokens"
             found[title] = head_table(results, family, field)
-    for stretch in STRETCHES:
+    for stretch in sorted({row["stretch"] for row in results["model"]}):
         times = "" if stretch == 1 else f", remembering {stretch} times as long"
         found[f"Trained models on held-out text{times}"] = model_table(results, stretch)
     return found

@@ -412,7 +412,7 @@ def with_tables(page: str, results: dict[str, Any]) -> str:
     """The page with the table below each `**title**` line replaced by that of the results."""
     for title, table in tables(results).items():
         kind = re.sub(r" after .*", "", title)
-        pattern = rf"\*\*{re.escape(kind)}( after [^\n]*)?\*\*\n\n(\|[^\n]*\n)*"
+        pattern = rf"\*\*{re.escape(kind)}( after [^\n]*)?\*\*\n(\n(\|[^\n]*\n)+)?"
         new = f"**{title}**\n\n{markdown(table)}\n"
         page, count = re.subn(pattern, lambda _, new=new: new, page)
         if count > 1:
@@ -475,7 +475,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
             axes[i, 0].set_ylabel(f"relative error, {field}")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, frameon=False)
-        figure.tight_layout(rect=(0, 0.42 / len(fields) / 2.2, 1, 1))
+        figure.tight_layout(rect=(0, 0.25 / len(fields), 1, 1))
         figure.savefig(folder / name, metadata={"Date": None})
         plt.close(figure)
 

@@ -171,10 +171,24 @@ def device_name() -> str:
 
 
 def save(
-    benchmark: str, rows: Sequence[Row], options: Mapping[str, Any], folder: Path = RESULTS
+    benchmark: str,
+    rows: Sequence[Row],
+    options: Mapping[str, Any],
+    folder: Path = RESULTS,
+    *,
+    add: bool = False,
 ) -> Path:
-    """Write the rows to <folder>/<benchmark>-<device>.json, in one move, and return the path."""
+    """Write the rows to <folder>/<benchmark>-<device>.json, in one move, and return the path.
+
+    With `add`, rows of other cases that the file already holds stay in it.
+    """
     device = jax.devices()[0]
+    path = folder / f"{benchmark}-{device_name()}.json"
+    found = [dataclasses.asdict(one) for one in rows]
+    if add and path.exists():
+        again = {_case(one) for one in found}
+        kept = json.loads(path.read_text())["rows"]
+        found = [one for one in kept if _case(one) not in again] + found
     record = {
         "benchmark": benchmark,
         "device": device.device_kind,
@@ -182,14 +196,18 @@ def save(
         "jax": jax.__version__,
         "python": platform.python_version(),
         "options": dict(options),
-        "rows": [dataclasses.asdict(one) for one in rows],
+        "rows": found,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{benchmark}-{device_name()}.json"
     unfinished = path.with_suffix(".part")
     unfinished.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     unfinished.replace(path)
     return path
+
+
+def _case(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    names = "case", "family", "batch", "tokens", "read_dtype", "implementation"
+    return tuple(row[name] for name in names)
 
 
 def progress(console: Console) -> Progress:

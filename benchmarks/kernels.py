@@ -11,6 +11,7 @@ run here. A case is reported only if states and outputs agree with the recurrenc
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -192,8 +193,8 @@ def measure(
         run = loop(conventional_step(spec, name, tokens), steps)
         zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
         contenders["conventional", name] = contender(run, None, zeros, inputs, count * steps)
-    for one in contenders.values():
-        one.once()
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling is what takes long
+        list(pool.map(harness.Contender.once, contenders.values()))
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
     baselines = {key: t for key, t in timings.items() if key[0] == "conventional"}
     fastest = min(baselines, key=lambda key: baselines[key].us)
@@ -313,6 +314,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
     parser.add_argument("--name", default="kernels", help="of the JSON file")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the other cases that the JSON file holds"
+    )
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     if args.repeats < 2:
@@ -347,7 +351,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             except harness.WrongResult as error:
                 refused = True
                 console.print(f"[bold red]{name}: not reported[/]: {error}")
-            path = harness.save(args.name, rows, options, args.out)  # a later case may fail
+            # A later case may fail.
+            path = harness.save(args.name, rows, options, args.out, add=args.add)
             bar.advance(task)
     console.print(harness.table("microseconds of one step of all rows, one layer", rows))
     console.print(f"written to {path}")

@@ -181,6 +181,8 @@ def plot(rows: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    # Text as text, and the same bytes whenever the same is drawn.
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "memory", "font.family": "sans-serif"}
     names = list(dict.fromkeys(row.model for row in rows))
     figure, axes = plt.subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False)
     parts = {"state": "#4c78a8", "ring": "#f58518", "conv": "#bab0ac", "kv": "#72b7b2"}
@@ -201,7 +203,7 @@ def plot(rows: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 

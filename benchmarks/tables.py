@@ -166,6 +166,12 @@ def sharded_table(record: Record) -> str:
     )
 
 
+def sharded_summary(record: Record) -> str:
+    """The same for the largest batch alone."""
+    largest = max(row["batch"] for row in record["rows"])
+    return sharded_table({"rows": [row for row in record["rows"] if row["batch"] == largest]})
+
+
 def peers_table(record: Record) -> str:
     """Microseconds of other packages' conventional steps beside ours, over the batch."""
     grouped: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
@@ -187,6 +193,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "kernels": kernel_table,
     "window": window_table,
     "sharded": sharded_table,
+    "sharded-summary": sharded_summary,
     "peers": peers_table,
 }
 # What the pictures of a results file show, for those who cannot see them.

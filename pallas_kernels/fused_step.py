@@ -74,13 +74,13 @@ class Ring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """int32 [B] each: what the pointer says of a row.
+    """[B] each: what the pointer says of a row; int32, but for `fresh`.
 
     Attributes:
       start: slot of the oldest committed record, a multiple of 8.
       length: committed records.
       num_new: how many of the T tokens are real; a row with 0 is left untouched.
-      fresh: not 0 where the checkpoint counts as zero, whatever it holds.
+      fresh: bool, whether the checkpoint counts as zero, whatever it holds.
     """
 
     start: Any
@@ -112,10 +112,9 @@ class Step(Program):
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
-        self.start, self.length, fresh = (
+        self.start, self.length, self.fresh = (
             ref[self.b] for ref in (self.rows.start, self.rows.length, self.rows.fresh)
         )
-        self.fresh = fresh != 0
         # More records than the window holds would be lost without a word: NaN instead.
         self.outrun = jnp.where(self.length > self.p.window, jnp.nan, 0.0)
         if not self.mode.masked:
@@ -644,7 +643,7 @@ def launch(
       mode: which parts of the step to run.
       checkpoint: Ref of [B, H P, N] float32.
       ring: Refs.
-      rows: arrays, int32 [B] each.
+      rows: arrays.
       inputs: (q, k, v, g, beta), or () for a flush of the rows whose `num_new` is not 0.
       config: None for the one that `choose` finds.
 

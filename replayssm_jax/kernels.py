@@ -112,10 +112,11 @@ def recurrent_step(
 
 
 def _rows(pointer: Pointer, batch_size: int, num_new: Any) -> Rows:
-    def each_row(x: Any) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(x, jnp.int32), (batch_size,))
+    def each_row(x: Any, dtype: Any = jnp.int32) -> jax.Array:
+        return jnp.broadcast_to(jnp.asarray(x, dtype), (batch_size,))
 
-    return Rows(*map(each_row, (pointer.start, pointer.length, num_new, pointer.fresh)))
+    counts = map(each_row, (pointer.start, pointer.length, num_new))
+    return Rows(*counts, each_row(pointer.fresh, jnp.bool))
 
 
 def _ring(buffer: InputBuffer) -> Ring:

@@ -161,7 +161,13 @@ def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
 
 def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: Any) -> dict:
     family = "mamba2" if layer.startswith("mamba2") else layer
-    return dict(family=family, batch=batch, tokens=tokens, read_dtype=spec.read_dtype, **kwargs)
+    return dict(
+        family=family,
+        batch=batch,
+        tokens=tokens,
+        read_dtype=spec.read_dtype and spec.read_dtype.name,
+        **kwargs,
+    )
 
 
 def measure(

@@ -1,8 +1,8 @@
 """Decoding: verify, commit, step and flush on a ReplayState.
 
-A step appends its tokens' inputs to the ring and evaluates their outputs from checkpoint and ring.
-The checkpoint is written only where a flush is due, see `flush_switch`. Not differentiable in the
-state: train through `prefill`.
+A step appends its tokens' inputs to the ring and evaluates their outputs from ring and checkpoint,
+or the checkpoint's read copy. Both are written only where a flush is due, see `flush_switch`. Not
+differentiable in the state: train through `prefill`.
 """
 
 from __future__ import annotations
@@ -348,9 +348,8 @@ def _verify(
     tokens = as_tokens(spec, inputs, valid, parents)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
-    key_reads, query_reads = window.read_past(
-        spec, state.checkpoint, pointer.fresh, past, tokens, pairs
-    )
+    source = state.checkpoint if state.read_copy is None else state.read_copy
+    key_reads, query_reads = window.read_past(spec, source, pointer.fresh, past, tokens, pairs)
     update = window.solve_updates(spec, tokens, pairs, key_reads)
     output = window.evaluate(spec, pairs, update, query_reads)
     if pointer.phase is not None:

@@ -43,6 +43,8 @@ def why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | Non
     """Why no kernel runs T tokens of a layer; None where one does."""
     if spec.state_dtype != jnp.float32:
         return f"the checkpoint must be float32, found {spec.state_dtype.name}"
+    if spec.read_dtype is not None:
+        return f"its kernels read no low-precision copy, found read_dtype={spec.read_dtype.name}"
     reason: str | None = _module(implementation).why_not(spec, num_tokens)
     return reason
 

@@ -29,6 +29,7 @@ from rich.console import Console
 import replayssm_jax as rs
 from replayssm_jax import dispatch
 
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 WINDOWS_TIMED = 4
 # Of states against the recurrence in float32, and of bf16 outputs.
 STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
@@ -160,7 +161,13 @@ def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
 
 def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: Any) -> dict:
     family = "mamba2" if layer.startswith("mamba2") else layer
-    return dict(family=family, batch=batch, tokens=tokens, read_dtype=spec.read_dtype, **kwargs)
+    return dict(
+        family=family,
+        batch=batch,
+        tokens=tokens,
+        read_dtype=spec.read_dtype and spec.read_dtype.name,
+        **kwargs,
+    )
 
 
 def measure(
@@ -297,12 +304,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
     parser.add_argument(
         "--implementation",
-        choices=("mosaic_gpu", "xla"),
+        choices=IMPLEMENTATIONS,
         nargs="+",
         help="default: those that run here",
     )
     parser.add_argument(
-        "--baseline", choices=("mosaic_gpu", "xla"), nargs="+", help="default: as --implementation"
+        "--baseline", choices=IMPLEMENTATIONS, nargs="+", help="default: as --implementation"
     )
     parser.add_argument(
         "--forms",
@@ -322,7 +329,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")
     args.implementation = args.implementation or [
-        name for name in ("mosaic_gpu", "xla") if runnable(name, args.layer[0])
+        name for name in IMPLEMENTATIONS if runnable(name, args.layer[0])
     ]
     args.baseline = args.baseline or args.implementation
     return args

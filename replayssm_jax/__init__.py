@@ -7,6 +7,7 @@ from replayssm_jax.checks import debug_checks
 from replayssm_jax.decode import commit, flush, step, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.loops import scan_steps, while_loop
+from replayssm_jax.precision import Scaled
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_scan, recurrent_step
 from replayssm_jax.spec import ReplaySpec
@@ -35,6 +36,7 @@ __all__ = [
     "Pointer",
     "ReplaySpec",
     "ReplayState",
+    "Scaled",
     "TokenInputs",
     "commit",
     "debug_checks",

@@ -1,8 +1,8 @@
 """Decoding: verify, commit, step and flush on a ReplayState.
 
-A step appends its tokens' inputs to the ring and evaluates their outputs from checkpoint and ring.
-The checkpoint is written only where a flush is due, see `flush_switch`. Not differentiable in the
-state: train through `prefill`.
+A step appends its tokens' inputs to the ring and evaluates their outputs from ring and checkpoint,
+or the checkpoint's read copy. Both are written only where a flush is due, see `flush_switch`. Not
+differentiable in the state: train through `prefill`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def verify(
       parents: None for a chain, or int [B, T]: the index of the token that each token follows,
         smaller than its own, or -1 for the last committed token. Several may follow one: every
         token sees its own ancestors alone. Runs on "xla".
-      implementation: None for the best that supports the case, or "xla" or "mosaic_gpu" (Pallas
-        kernels for Hopper and Blackwell GPUs); a named one that cannot run raises.
+      implementation: None for the best that supports the case, or "xla", "mosaic_gpu" (Pallas
+        kernels for Hopper and Blackwell GPUs) or "triton" (Triton kernels for compute capability
+        8.0 and newer, through jax-triton); a named one that cannot run raises.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state with T (or `lengths`) pending
@@ -347,9 +348,8 @@ def _verify(
     tokens = as_tokens(spec, inputs, valid, parents)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
-    key_reads, query_reads = window.read_past(
-        spec, state.checkpoint, pointer.fresh, past, tokens, pairs
-    )
+    source = state.checkpoint if state.read_copy is None else state.read_copy
+    key_reads, query_reads = window.read_past(spec, source, pointer.fresh, past, tokens, pairs)
     update = window.solve_updates(spec, tokens, pairs, key_reads)
     output = window.evaluate(spec, pairs, update, query_reads)
     if pointer.phase is not None:
@@ -392,7 +392,7 @@ def _verify_by_kernel(
         pointer,
         lengths,
         inputs,
-        interpret=implementation == "mosaic_gpu_interpret",
+        implementation=implementation,
     )
     num_new = jnp.asarray(num_tokens if lengths is None else lengths, jnp.int32)
     pending = jnp.where(num_new > 0, num_new, pointer.pending)
@@ -468,7 +468,7 @@ def _flush(
         state.buffer,
         state.pointer,
         due,
-        interpret=implementation == "mosaic_gpu_interpret",
+        implementation=implementation,
     )
     pointer = emptied(spec, state.pointer, due)
     return dataclasses.replace(state, checkpoint=checkpoint, pointer=pointer)

@@ -15,12 +15,15 @@ import jax
 
 from replayssm_jax.spec import ReplaySpec
 
-Implementation = Literal["xla", "mosaic_gpu", "mosaic_gpu_interpret"]
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_gpu_interpret", "triton"]
 
 NAMES = ("xla", "mosaic_gpu", "triton")
 
 # Kernels update arrays in place through Refs, which older versions cannot do under jit.
 OLDEST_JAX_FOR_KERNELS = (0, 11, 2)
+
+# The first with bf16 arithmetic and what else the Triton kernels are compiled to.
+OLDEST_CAPABILITY_FOR_TRITON = 8.0
 
 # By parts of their device kinds.
 _HOPPER = ("H100", "H200", "H800", "H20")
@@ -61,43 +64,74 @@ def resolve(
     """
     if implementation == "xla":
         return "xla"
-    if implementation == "triton":
-        raise ValueError(
-            "implementation='triton' cannot run: this version has no Triton kernels yet; "
-            'pass "xla", "mosaic_gpu" or None'
-        )
-    if implementation not in (None, "mosaic_gpu"):
+    if implementation not in (None, *NAMES):
         raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
-    if tree:
-        reason: str | None = "its kernels take chains of drafts only, found parents"
-    else:
+    reason = "its kernels take chains of drafts only, found parents" if tree else None
+    if reason is None and implementation != "triton":
         reason = _why_not_mosaic(spec, num_tokens)
+        if reason is None:
+            return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
+        if implementation is None:
+            reason = _why_not_triton(spec, num_tokens, by_name=False)
+    elif reason is None:
+        reason = _why_not_triton(spec, num_tokens, by_name=True)
     if reason is None:
-        return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
+        return "triton"
     if implementation is None:
         return "xla"
     raise ValueError(f'implementation={implementation!r} cannot run: {reason}; pass "xla" or None')
 
 
-def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
+def _why_no_kernels() -> str | None:
+    """Why no kernel of any kind runs."""
     if jax.__version_info__ < OLDEST_JAX_FOR_KERNELS:
         oldest = ".".join(map(str, OLDEST_JAX_FOR_KERNELS))
         return f"it needs jax {oldest} or newer, found {jax.__version__}"
-    if not _interpreting.get():
-        kind = _target()
-        if kind is None:
-            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
-        if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
-            return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
     mesh = jax.sharding.get_abstract_mesh()
     if any(
         size > 1 and kind != jax.sharding.AxisType.Manual
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     ):
         return "arrays on a mesh would be gathered: call it inside jax.shard_map"
+    return None
+
+
+def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
     from replayssm_jax import kernels
 
-    return kernels.why_not(spec, num_tokens)
+    if reason := _why_no_kernels():
+        return reason
+    if not _interpreting.get():
+        kind = _target()
+        if kind is None:
+            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+        if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
+            return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
+    return kernels.why_not("mosaic_gpu", spec, num_tokens)
+
+
+def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | None:
+    """Why the Triton kernels do not run; in Triton's interpreter they do by name alone."""
+    from replayssm_jax import kernels
+    from triton_kernels import calls
+
+    if reason := _why_no_kernels():
+        return reason
+    if calls.interpreting():
+        if not by_name:
+            return "it is interpreted on the CPU"
+    else:
+        kind, device = _target(), _gpu_at_hand()
+        if kind is None:
+            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+        if device is None or device.device_kind != kind:
+            return f"it compiles for the GPU at hand alone, and {kind!r} is none"
+        if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
+            return (
+                f"it needs compute capability {OLDEST_CAPABILITY_FOR_TRITON} or newer, "
+                f"found {device.compute_capability} ({kind!r})"
+            )
+    return calls.why_not() or kernels.why_not("triton", spec, num_tokens)
 
 
 def target_is_hopper() -> bool:
@@ -111,7 +145,12 @@ def _target() -> str | None:
     abstract: Any = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None:
         return abstract.device_kind if abstract.platform == "gpu" else None
-    if jax.default_backend() != "gpu":
+    device = _gpu_at_hand()
+    if device is None or not device.compute_capability[:1].isdigit():  # "gfx942" is AMD's
         return None
-    kind: str = jax.devices()[0].device_kind
-    return kind if "NVIDIA" in kind else None
+    kind: str = device.device_kind
+    return kind
+
+
+def _gpu_at_hand() -> Any:
+    return jax.devices()[0] if jax.default_backend() == "gpu" else None

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import window
+from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import InputBuffer, Pointer, ReplayState, committed_records, emptied
+from replayssm_jax.state import InputBuffer, Pointer, ReplayState, emptied, records_to_fold
 
 
 def flush_when_due(spec: ReplaySpec, state: ReplayState, num_new: jax.Array | int) -> ReplayState:
@@ -55,17 +56,23 @@ def flush_rows(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> Replay
     rows = _Rows(where, pointer.start, pointer.length, pointer.fresh)
     if not pointer.is_ragged:
         rows = jax.tree.map(lambda x: x[None], rows)
-    checkpoint = _fold_where(spec)(rows, state.checkpoint, state.buffer)
-    return dataclasses.replace(state, checkpoint=checkpoint, pointer=emptied(spec, pointer, where))
+    stored = _fold_where(spec)(rows, stored_of(state), state.buffer)
+    pointer = emptied(spec, pointer, where)
+    return dataclasses.replace(state, **stored._asdict(), pointer=pointer)
 
 
 def flush_all(spec: ReplaySpec, state: ReplayState) -> ReplayState:
     """Flush every row, whatever it holds."""
     pointer = state.pointer
-    checkpoint = _fold(
-        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
+    stored = _fold(
+        spec, stored_of(state), state.buffer, pointer.start, pointer.length, pointer.fresh
     )
-    return dataclasses.replace(state, checkpoint=checkpoint, pointer=emptied(spec, pointer))
+    return dataclasses.replace(state, **stored._asdict(), pointer=emptied(spec, pointer))
+
+
+def stored_of(state: ReplayState) -> Stored:
+    """What a flush of the state writes."""
+    return Stored(state.checkpoint, state.read_copy, state.rounding_key)
 
 
 class _Rows(NamedTuple):
@@ -78,62 +85,59 @@ class _Rows(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def _fold_where(spec: ReplaySpec) -> Callable[..., jax.Array]:
-    """f(rows, checkpoint [..., B, H, P, N], buffer [..., B, ...]) -> checkpoint."""
+def _fold_where(spec: ReplaySpec) -> Callable[..., Stored]:
+    """f(rows, stored [..., B, H, ...], buffer [..., B, ...]) -> stored."""
 
     @jax.custom_batching.custom_vmap
-    def fold_where(rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer) -> jax.Array:
+    def fold_where(rows: _Rows, stored: Stored, buffer: InputBuffer) -> Stored:
         if rows.where.size == 1:
             return jax.lax.cond(
                 rows.where.reshape(()),
-                lambda checkpoint: _fold_all(spec, rows, checkpoint, buffer),
-                lambda checkpoint: checkpoint,
-                checkpoint,
+                lambda stored: _fold_all(spec, rows, stored, buffer),
+                lambda stored: stored,
+                stored,
             )
-        return _fold_each(spec, rows, checkpoint, buffer)
+        return _fold_each(spec, rows, stored, buffer)
 
     @fold_where.def_vmap
     def add_leading_axis(
-        axis_size: int, in_batched: Any, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
-    ) -> tuple[jax.Array, bool]:
-        rows_batched, checkpoint_batched, buffer_batched = in_batched
+        axis_size: int, in_batched: Any, rows: _Rows, stored: Stored, buffer: InputBuffer
+    ) -> tuple[Stored, Any]:
+        rows_batched, stored_batched, buffer_batched = in_batched
         share = not any(rows_batched)
 
         def lead(x: jax.Array, batched: bool, size: int = axis_size) -> jax.Array:
             return x if batched else jnp.broadcast_to(x[None], (size, *x.shape))
 
         rows = jax.tree.map(lambda x, b: lead(x, b, 1 if share else axis_size), rows, rows_batched)
-        checkpoint = lead(checkpoint, checkpoint_batched)
+        stored = jax.tree.map(lead, stored, stored_batched)
         buffer = jax.tree.map(lead, buffer, buffer_batched)
-        return fold_where(rows, checkpoint, buffer), True
+        stored = fold_where(rows, stored, buffer)
+        return stored, jax.tree.map(lambda _: True, stored)
 
     return fold_where
 
 
-def _fold_all(
-    spec: ReplaySpec, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
-) -> jax.Array:
+def _fold_all(spec: ReplaySpec, rows: _Rows, stored: Stored, buffer: InputBuffer) -> Stored:
     """Fold every row, with one pointer for all of them; leading axes stay as they are."""
     pointer = [x.reshape(()) for x in rows[1:]]
     fold = functools.partial(_fold, spec)
-    for _ in range(checkpoint.ndim - 4):
+    for _ in range(len(stored.checkpoint.shape) - 4):
         fold = jax.vmap(fold, in_axes=(0, 0, None, None, None))
-    return fold(checkpoint, buffer, *pointer)
+    return fold(stored, buffer, *pointer)
 
 
-def _fold_each(
-    spec: ReplaySpec, rows: _Rows, checkpoint: jax.Array, buffer: InputBuffer
-) -> jax.Array:
+def _fold_each(spec: ReplaySpec, rows: _Rows, stored: Stored, buffer: InputBuffer) -> Stored:
     """Fold the rows that are due, one after the other, each in place.
 
     The rows of all leading axes are counted through, but the state keeps its axes: XLA would copy
     it to add or drop one of size 1.
     """
-    shape = checkpoint.shape[:-3]
+    shape = stored.checkpoint.shape[:-3]
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, shape).reshape(-1), rows)
     order = jnp.argsort(~rows.where)
 
-    def fold_row(i: jax.Array, checkpoint: jax.Array) -> jax.Array:
+    def fold_row(i: jax.Array, stored: Stored) -> Stored:
         row = order[i]
         index = jnp.unravel_index(row, shape)
 
@@ -144,24 +148,28 @@ def _fold_each(
 
         one = _fold(
             spec,
-            take(checkpoint),
+            jax.tree.map(take, stored),
             jax.tree.map(take, buffer),
             *(jax.lax.dynamic_slice(x, (row,), (1,)) for x in rows[1:]),
         )
-        start = (*index, *[jnp.zeros_like(row)] * 3)
-        one = one.reshape(*[1] * len(shape), *one.shape[1:])
-        return jax.lax.dynamic_update_slice(checkpoint, one, start)
 
-    return jax.lax.fori_loop(0, jnp.sum(rows.where, dtype=jnp.int32), fold_row, checkpoint)
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            start = (*index, *[jnp.zeros_like(row)] * (new.ndim - 1))
+            new = new.reshape(*[1] * len(shape), *new.shape[1:])
+            return jax.lax.dynamic_update_slice(x, new, start)
+
+        return jax.tree.map(put, stored, one)
+
+    return jax.lax.fori_loop(0, jnp.sum(rows.where, dtype=jnp.int32), fold_row, stored)
 
 
 def _fold(
     spec: ReplaySpec,
-    checkpoint: jax.Array,
+    stored: Stored,
     buffer: InputBuffer,
     start: jax.Array,
     length: jax.Array,
     fresh: jax.Array,
-) -> jax.Array:
-    records = committed_records(spec, buffer, start, length)
-    return window.fold_in_place(spec, checkpoint, fresh, records)
+) -> Stored:
+    records = records_to_fold(spec, stored.checkpoint, buffer, start, length, fresh)
+    return window.fold_in_place(spec, stored, fresh, records)

@@ -55,6 +55,7 @@ def generate(
     state: GenerateState | None = None,
     return_state: bool = False,
     unstack: bool = True,
+    rounding_key: jax.Array | None = None,
 ) -> GenerateOutput:
     """Continue prompts, all rows in one compiled loop.
 
@@ -91,6 +92,8 @@ def generate(
       unstack: whether a model with `scan_layers` is unstacked before the loop. Otherwise the loop
         slices the stacked weights at every step: slower, but it compiles in a time that does not
         grow with depth and holds no second copy of the weights. Must be the same for a `state`.
+      rounding_key: None, or a key from `jax.random.key` to round states of a low-precision
+        `state_dtype` stochastically.
 
     Returns:
       A `GenerateOutput`. An empty batch gives empty arrays.
@@ -125,6 +128,7 @@ def generate(
         state=state,
         ragged=return_state or state is not None,
         unstack=unstack,
+        rounding_key=rounding_key,
     )
     carry = _decode(model, carry, control, unstack)
     return GenerateOutput(
@@ -174,6 +178,7 @@ def stream(
         state=state,
         ragged=state is not None,
         unstack=unstack,
+        rounding_key=options.pop("rounding_key", None),
     )
     if options:
         raise TypeError(f"stream got unknown arguments {sorted(options)}")

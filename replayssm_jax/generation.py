@@ -126,6 +126,7 @@ def start(
     state: GenerateState | None,
     ragged: bool,
     unstack: bool,
+    rounding_key: jax.Array | None = None,
     keeps_hidden: bool = False,
 ) -> tuple[Control, Carry]:
     """Check the arguments and prefill."""
@@ -148,7 +149,10 @@ def start(
             ragged=ragged,
             penalised=sampling.repetition_penalty is not None,
             unstack=unstack,
+            rounding_key=rounding_key,
         )
+    elif rounding_key is not None:
+        raise ValueError("rounding_key goes with new states: the given state has its own or none")
     elif sampling.repetition_penalty is not None and state.seen is None:
         raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
     if keeps_hidden and state.hidden is None:
@@ -180,12 +184,15 @@ def _init(
     ragged: bool,
     penalised: bool,
     unstack: bool,
+    rounding_key: jax.Array | None = None,
 ) -> GenerateState:
     """Make the state of empty rows: one program, and on a mesh every part where it belongs."""
     model = unstack_layers(model) if unstack else model
     shape = batch_size, model.config.vocab_size
     return GenerateState(
-        cache=model.init_cache(batch_size, size, decode=decode, ragged=ragged),
+        cache=model.init_cache(
+            batch_size, size, decode=decode, ragged=ragged, rounding_key=rounding_key
+        ),
         logits=jnp.zeros(shape, jnp.float32),
         seen=jnp.zeros(shape, bool) if penalised else None,
     )

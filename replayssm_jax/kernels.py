@@ -1,56 +1,52 @@
 """The GPU kernels behind `verify`, `step`, `flush` and `recurrent_step`: from states to arrays.
 
-`pallas_kernels` knows arrays and Refs alone. Here a state becomes those, rows that share a pointer
+The packages of kernels know arrays alone. Here a state becomes those, rows that share a pointer
 get one each, and vmapped axes join the batch: the kernels predicate every row by itself, so that
-nothing is lost by it.
+nothing is lost by it. What differs between the packages is in `mosaic_gpu` and `triton_gpu`.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import conventional, fused_step
-from pallas_kernels.configs import why_not as why_no_kernel
-from pallas_kernels.fused_step import Ring, Rows
-from pallas_kernels.problem import Mode, Problem
-from replayssm_jax import dispatch
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer, Pointer
 
+_MODULES = {
+    "mosaic_gpu": "replayssm_jax.mosaic_gpu",
+    "mosaic_gpu_interpret": "replayssm_jax.mosaic_gpu",
+    "triton": "replayssm_jax.triton_gpu",
+}
 
-def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
+
+class Rows(NamedTuple):
+    """int32 [B] each: what the pointer says of a row, and how many of its T tokens are real."""
+
+    start: jax.Array
+    length: jax.Array
+    num_new: jax.Array
+    fresh: jax.Array
+
+
+def _module(implementation: str) -> Any:
+    return importlib.import_module(_MODULES[implementation])
+
+
+def why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""
     if spec.state_dtype != jnp.float32:
         return f"the checkpoint must be float32, found {spec.state_dtype.name}"
-    return why_no_kernel(_problem(spec, 1, num_tokens), Mode())
-
-
-def _mode(interpret: bool, **kwargs: bool) -> Mode:
-    wgmma = not interpret and dispatch.target_is_hopper()
-    return Mode(interpret=interpret, wgmma=wgmma, **kwargs)
-
-
-def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
-    return Problem(
-        batch=batch_size,
-        num_heads=spec.num_heads,
-        num_groups=spec.num_groups,
-        value_dim=spec.value_dim,
-        key_dim=spec.key_dim,
-        capacity=spec.capacity,
-        window=spec.window,
-        num_tokens=num_tokens,
-        delta=spec.rule == "delta",
-        channel=spec.decay == "channel",
-        key_dtype=spec.key_dtype,
-        value_dtype=spec.value_dtype,
-    )
+    if spec.read_dtype is not None:
+        return f"its kernels read no low-precision copy, found read_dtype={spec.read_dtype.name}"
+    reason: str | None = _module(implementation).why_not(spec, num_tokens)
+    return reason
 
 
 def step(
@@ -61,7 +57,7 @@ def step(
     num_new: jax.Array | None,
     inputs: TokenInputs,
     *,
-    interpret: bool,
+    implementation: str,
 ) -> tuple[jax.Array, jax.Array, InputBuffer]:
     """Fold the rows that are due, append T tokens, evaluate their outputs.
 
@@ -72,17 +68,16 @@ def step(
       pointer: before the step.
       num_new: None where all T tokens of all rows are real, or int32 [B].
       inputs: T tokens.
-      interpret: run in the interpreter on CPU.
+      implementation: whose kernels.
 
     Returns:
       Outputs [B, T, H, P], the checkpoint and the ring.
     """
     batch_size, num_tokens = inputs.v.shape[:2]
-    mode = _mode(interpret, masked=num_new is not None)
     rows = _rows(pointer, batch_size, num_tokens if num_new is None else num_new)
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    output, checkpoint, ring = _in_place(spec, mode)(rows, checkpoint, _ring(buffer), tokens)
-    return output, checkpoint, InputBuffer(**ring._asdict())
+    run = _in_place(spec, implementation, num_new is not None)
+    result: tuple[jax.Array, jax.Array, InputBuffer] = run(rows, checkpoint, buffer, inputs)
+    return result
 
 
 def fold(
@@ -92,33 +87,28 @@ def fold(
     pointer: Pointer,
     where: jax.Array,
     *,
-    interpret: bool,
+    implementation: str,
 ) -> jax.Array:
     """The checkpoint with the records of the rows `where` (bool, [B] or scalar) folded."""
-    mode = _mode(interpret, masked=True, append=False)
     rows = _rows(pointer, checkpoint.shape[0], where)
-    _, checkpoint, _ = _in_place(spec, mode)(rows, checkpoint, _ring(buffer), ())
-    return checkpoint
+    result: jax.Array = _fold(spec, implementation)(rows, checkpoint, buffer)
+    return result
 
 
 def recurrent_step(
-    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
+    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs, *, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
     """The conventional step: outputs [B, 1, H, P] and the new state [B, H, P, N]."""
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    return _conventional(spec)(state, tokens)
+    result: tuple[jax.Array, jax.Array] = _conventional(spec, implementation)(state, inputs)
+    return result
 
 
 def _rows(pointer: Pointer, batch_size: int, num_new: Any) -> Rows:
     def each_row(x: Any, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(x, dtype), (batch_size,))
 
-    counts = map(each_row, (pointer.start, pointer.length, num_new))
-    return Rows(*counts, each_row(pointer.fresh, jnp.bool))
-
-
-def _ring(buffer: InputBuffer) -> Ring:
-    return Ring(buffer.log_decay, buffer.key, buffer.value, buffer.beta, buffer.update)
+    start, length, num_new = map(each_row, (pointer.start, pointer.length, num_new))
+    return Rows(start, length, num_new, each_row(pointer.fresh, jnp.bool))
 
 
 def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,29 +130,22 @@ def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:
     return joined
 
 
-@functools.lru_cache(maxsize=128)
-def _in_place(spec: ReplaySpec, mode: Mode) -> Callable[..., Any]:
-    @jax.jit  # one kernel to compile, however many layers call it
-    def run(rows: Rows, checkpoint: jax.Array, ring: Ring, tokens: Any) -> Any:
-        shape = checkpoint.shape
-        num_tokens = tokens[0].shape[1] if tokens else 0
-        problem = _problem(spec, shape[0], num_tokens)
-        flat = jax.new_ref(checkpoint.reshape(shape[0], -1, shape[3]))
-        refs = jax.tree.map(jax.new_ref, ring)
-        output = fused_step.launch(problem, mode, flat, refs, rows, tokens)
-        ring = jax.tree.map(jax.freeze, refs)
-        return output, jax.freeze(flat).reshape(shape), ring
-
-    return _join_vmapped_axes(run)
+# Under jit there is one kernel to compile, however many layers call it.
 
 
 @functools.lru_cache(maxsize=128)
-def _conventional(spec: ReplaySpec) -> Callable[..., Any]:
-    @jax.jit
-    def run(state: jax.Array, tokens: Any) -> Any:
-        shape = state.shape
-        flat = jax.new_ref(state.reshape(shape[0], -1, shape[3]))
-        output = conventional.launch(_problem(spec, shape[0], 1), flat, tokens)
-        return output, jax.freeze(flat).reshape(shape)
+def _in_place(spec: ReplaySpec, implementation: str, masked: bool) -> Callable[..., Any]:
+    run = functools.partial(_module(implementation).step, spec, implementation, masked)
+    return _join_vmapped_axes(jax.jit(run))
 
-    return _join_vmapped_axes(run)
+
+@functools.lru_cache(maxsize=128)
+def _fold(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
+    run = functools.partial(_module(implementation).fold, spec, implementation)
+    return _join_vmapped_axes(jax.jit(run))
+
+
+@functools.lru_cache(maxsize=128)
+def _conventional(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
+    run = functools.partial(_module(implementation).recurrent_step, spec)
+    return _join_vmapped_axes(jax.jit(run))

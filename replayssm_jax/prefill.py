@@ -9,11 +9,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax import window
+from replayssm_jax import precision, window
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
+from replayssm_jax.flush_switch import stored_of
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec, check_int
-from replayssm_jax.state import ReplayState, check_array, check_state, committed_records, emptied
+from replayssm_jax.state import ReplayState, check_array, check_state, emptied, records_to_fold
 
 # Pairs of tokens cost N exponentials under per-channel decay, so its chunks are shorter.
 _CHUNK_SIZE = {"scalar": 64, "channel": 16}
@@ -35,8 +36,10 @@ def prefill(
     """Run T tokens through the recurrence; called again, it continues.
 
     Folds the committed records (pending drafts are dropped), then runs through the tokens in
-    chunks, and returns an empty ring. Reverse-differentiable in inputs and state; blocks of chunks
-    are rematerialised, so a backward pass holds one state for each of them.
+    chunks, and returns an empty ring. All of it is in `spec.compute_dtype`: a low-precision
+    checkpoint or read copy is written once, at the end. Reverse-differentiable in inputs and a
+    checkpoint that is not rounded; blocks of chunks are rematerialised, so a backward pass holds
+    one state for each of them.
 
     Args:
       spec: the layer.
@@ -93,11 +96,13 @@ def _prefill(
 ) -> tuple[jax.Array, ReplayState]:
     batch_size, num_tokens = inputs.v.shape[:2]
     pointer = state.pointer
-    committed = committed_records(spec, state.buffer, pointer.start, pointer.length)
+    committed = records_to_fold(
+        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
+    )
     before = window.fold(spec, state.checkpoint, pointer.fresh, committed)
     if num_tokens == 0:
-        folded = dataclasses.replace(state, checkpoint=before, pointer=emptied(spec, pointer))
-        return jnp.zeros_like(inputs.v), state if pointer.is_ragged else folded
+        folded = state if pointer.is_ragged else _restarted(spec, state, before)
+        return jnp.zeros_like(inputs.v), folded
     num_chunks, block_size = _blocks(spec, batch_size, num_tokens, chunk_size)
     padding = num_chunks * chunk_size - num_tokens
     tokens = as_tokens(spec, inputs, valid)
@@ -126,13 +131,27 @@ def _prefill(
         shown = lost if valid is None else lost & valid
         outputs = jnp.where(shown[:, :, None, None], jnp.nan, outputs)
         after = jnp.where(lost[:, -1].reshape(-1, 1, 1, 1), jnp.nan, after)
-    if valid is None or not pointer.is_ragged:
-        return outputs, dataclasses.replace(state, checkpoint=after, pointer=emptied(spec, pointer))
-    touched = jnp.any(valid, axis=1)
-    checkpoint = jnp.where(touched.reshape(-1, 1, 1, 1), after, state.checkpoint)
-    return outputs, dataclasses.replace(
-        state, checkpoint=checkpoint, pointer=emptied(spec, pointer, touched)
-    )
+    touched = None
+    if valid is not None and pointer.is_ragged:
+        touched = jnp.any(valid, axis=1)
+    return outputs, _restarted(spec, state, after, touched)
+
+
+def _restarted(
+    spec: ReplaySpec, state: ReplayState, recurrent: jax.Array, where: jax.Array | None = None
+) -> ReplayState:
+    """The rows `where` (None: all) with `recurrent` [B, H, P, N] as checkpoint, and empty rings."""
+    stored = precision.store(recurrent, state.rounding_key, spec.state_dtype, spec.read_dtype)
+    if where is None:
+        pointer = emptied(spec, state.pointer)
+        return dataclasses.replace(state, **stored._asdict(), pointer=pointer)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(where.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    stored = jax.tree.map(choose, stored, stored_of(state))
+    pointer = emptied(spec, state.pointer, where)
+    return dataclasses.replace(state, **stored._asdict(), pointer=pointer)
 
 
 def _set_apart(

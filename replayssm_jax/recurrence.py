@@ -1,32 +1,44 @@
 """The specification: the recurrence token by token, and conventional decoding as the baseline.
 
-Everything else in this library must equal these few lines. They run in the dtype of the state, so
-a float64 state (with a float64 spec) gives the oracle of the tests.
+Everything else in this library must equal these few lines. They run in the compute dtype, so a
+float64 state (with a float64 spec) gives the oracle of the tests.
+
+A state in a low-precision format is read, advanced in float32 and rounded again at every token;
+outputs are those of the state before it is rounded. `precision.encode` makes such a state of a
+float32 one, `precision.decode` turns it back.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax import dispatch
+from replayssm_jax import dispatch, precision
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import check_rounding_key
 
 
 def recurrent_step(
     spec: ReplaySpec,
-    state: jax.Array,
+    state: Any,
     inputs: TokenInputs,
     *,
+    rounding_key: jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """Advance the recurrent state by one token: the whole state is read and written.
 
     Args:
       spec: the layer.
-      state: [B, H, P, N], `spec.state_dtype`.
+      state: [B, H, P, N], `spec.state_dtype`, in 8 bits a `Scaled`.
       inputs: one token, T = 1.
+      rounding_key: None, where a low-precision state is rounded to nearest even, or a key as in
+        `init_state`: it is rounded stochastically. Give each step another one, such as
+        `jax.random.fold_in(key, t)`.
       implementation: as in `step`: the baseline is as well tuned as what is compared with it.
 
     Returns:
@@ -37,23 +49,27 @@ def recurrent_step(
     """
     _check_state(spec, state)
     check_inputs(spec, inputs, state.shape[0], max_tokens=1)
-    if dispatch.resolve(implementation, spec, 1) == "mosaic_gpu":
+    keys = check_rounding_key(spec, state.shape[0], rounding_key)
+    spec = dataclasses.replace(spec, read_dtype=None)  # which a conventional step has no use for
+    chosen = dispatch.resolve(implementation, spec, 1)
+    if chosen != "xla":
         from replayssm_jax import kernels
 
-        return kernels.recurrent_step(spec, state, inputs)
-    output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs))
+        return kernels.recurrent_step(spec, state, inputs, implementation=chosen)
+    output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)
     return output[:, None], state
 
 
 def recurrent_scan(
-    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
-) -> tuple[jax.Array, jax.Array]:
+    spec: ReplaySpec, state: Any, inputs: TokenInputs, *, rounding_key: jax.Array | None = None
+) -> tuple[jax.Array, Any]:
     """Advance the recurrent state by T tokens, one after the other.
 
     Args:
       spec: the layer.
-      state: [B, H, P, N], `spec.state_dtype`.
+      state: [B, H, P, N], `spec.state_dtype`, in 8 bits a `Scaled`.
       inputs: any T.
+      rounding_key: as in `recurrent_step`; one for all tokens.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, and the state after the last token.
@@ -64,18 +80,24 @@ def recurrent_scan(
     _check_state(spec, state)
     check_inputs(spec, inputs, state.shape[0])
 
-    def body(state: jax.Array, token: TokenInputs) -> tuple[jax.Array, jax.Array]:
-        output, state = _step(spec, state, token)
-        return state, output
+    def body(carry: Any, token: TokenInputs) -> tuple[Any, jax.Array]:
+        state, keys = carry
+        now, keys = (None, None) if keys is None else precision.advance(keys)
+        output, state = _step(spec, state, token, now)
+        return (state, keys), output
 
+    keys = check_rounding_key(spec, state.shape[0], rounding_key)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
-    state, outputs = jax.lax.scan(body, state, tokens)
+    (state, _), outputs = jax.lax.scan(body, (state, keys), tokens)
     return jnp.moveaxis(outputs, 0, 1), state
 
 
-def _step(spec: ReplaySpec, state: jax.Array, token: TokenInputs) -> tuple[jax.Array, jax.Array]:
+def _step(
+    spec: ReplaySpec, stored: Any, token: TokenInputs, keys: jax.Array | None
+) -> tuple[jax.Array, Any]:
     """One token without its time axis: q, k [B, G, N]; v [B, H, P]; g [B, H(, N)]; beta [B, H]."""
-    dtype = state.dtype
+    dtype = spec.compute_dtype
+    state = precision.decode(stored, dtype)
     q = jnp.repeat(token.q, spec.heads_per_group, axis=1).astype(dtype)
     k = jnp.repeat(token.k, spec.heads_per_group, axis=1).astype(dtype)
     decay = jnp.exp(token.g.astype(dtype))
@@ -86,7 +108,8 @@ def _step(spec: ReplaySpec, state: jax.Array, token: TokenInputs) -> tuple[jax.A
         update = update - _matvec(state, k)
     update = update * token.beta[..., None].astype(dtype)
     state = state + update[..., :, None] * k[..., None, :]
-    return _matvec(state, q).astype(token.v.dtype), state
+    output = _matvec(state, q).astype(token.v.dtype)
+    return output, precision.encode(state, spec.state_dtype, keys)
 
 
 def _matvec(state: jax.Array, vector: jax.Array) -> jax.Array:
@@ -94,12 +117,15 @@ def _matvec(state: jax.Array, vector: jax.Array) -> jax.Array:
     return jnp.sum(state * vector[..., None, :], axis=-1)
 
 
-def _check_state(spec: ReplaySpec, state: jax.Array) -> None:
+def _check_state(spec: ReplaySpec, state: Any) -> None:
     spec.check_x64()
-    if state.ndim != 4 or state.shape != spec.state_shape(state.shape[0]):
+    if len(state.shape) != 4 or state.shape != spec.state_shape(state.shape[0]):
         expected = ("B", *spec.state_shape(1)[1:])
         raise ValueError(f"the recurrent state must have shape {expected}, found {state.shape}")
-    if state.dtype != spec.state_dtype:
+    scaled = isinstance(state, precision.Scaled)
+    if state.dtype != spec.state_dtype or scaled != precision.is_scaled(spec.state_dtype):
         raise TypeError(
-            f"the recurrent state must be {spec.state_dtype.name}, found {state.dtype.name}"
+            f"the recurrent state must be {spec.state_dtype.name}, found "
+            f"{'Scaled ' if scaled else ''}{state.dtype.name}: make one with "
+            "precision.encode(state, spec.state_dtype)"
         )

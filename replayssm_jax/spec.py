@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.precision import FORMATS
+
 Rule = Literal["additive", "delta"]
 Decay = Literal["scalar", "channel"]
 
@@ -44,6 +46,21 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return dtype
 
 
+def _state_dtype(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
+    """A dtype that a state can be stored in: one of `wide` or of the low-precision formats."""
+    allowed = (*map(jnp.dtype, wide), *FORMATS)
+    names = ", ".join(x.name for x in allowed)
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(f"{name} must be one of {names}, found {dtype!r}") from error
+    if found is None:  # which NumPy takes for float64
+        raise TypeError(f"{name} must be a dtype, one of {names}, found None")
+    if found not in allowed:
+        raise ValueError(f"{name} must be one of {names}, found {found.name}")
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class ReplaySpec:
     """Shapes, recurrence and storage of one layer; static under `jax.jit`, hashable by value.
@@ -64,11 +81,14 @@ class ReplaySpec:
       decay: "scalar" (one log-decay a head) or "channel" (one for each key channel).
       window: committed records that the ring may hold before a flush folds them.
       max_tokens: most tokens that one `verify` takes; at most `window`.
-      state_dtype: dtype of the checkpoint: float32, or (under `jax_enable_x64`) float64 for
-        reference runs.
+      state_dtype: dtype of the checkpoint: float32, (under `jax_enable_x64`) float64 for reference
+        runs, or bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8, whose rounding enters the
+        recurrence at each flush; see `init_state` for stochastic rounding.
       key_dtype: dtype of `q` and `k` and of the recorded keys.
       value_dtype: dtype of `v`, of the recorded values and of the outputs.
-      read_dtype: format of the low-precision read copy. Only None is available in this version.
+      read_dtype: None, or bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8: steps evaluate
+        from a copy of the checkpoint in this format, and only flushes read the checkpoint, which
+        must be float32 or float64 and does not depend on the copy.
       precision: matrix-product precision of the XLA path, as in `jax.lax.Precision`. "highest"
         keeps fp32 accuracy on every device; "default" is faster and looser (TF32 on NVIDIA GPUs).
     """
@@ -110,19 +130,17 @@ class ReplaySpec:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, found {getattr(self, name)!r}")
-        for name in ("state_dtype", "key_dtype", "value_dtype"):
+        for name in ("key_dtype", "value_dtype"):
             object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
-        if self.state_dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(
-                f"state_dtype must be float32 or float64 in this version, found "
-                f"{self.state_dtype.name}: a checkpoint in the activation dtype feeds its rounding "
-                "back into the recurrence"
-            )
+        state_dtype = _state_dtype("state_dtype", self.state_dtype, (jnp.float32, jnp.float64))
+        object.__setattr__(self, "state_dtype", state_dtype)
         if self.read_dtype is not None:
-            raise ValueError(
-                f"read_dtype must be None in this version, found {self.read_dtype!r}: "
-                "low-precision read copies are not available yet"
-            )
+            object.__setattr__(self, "read_dtype", _state_dtype("read_dtype", self.read_dtype, ()))
+            if self.is_rounded:
+                raise ValueError(
+                    "a read copy needs a checkpoint in float32 or float64, found "
+                    f"state_dtype={self.state_dtype.name} with read_dtype={self.read_dtype.name}"
+                )
 
     def check_x64(self) -> None:
         """Raise ValueError where a dtype is float64 and JAX would make float32 of it."""
@@ -147,7 +165,17 @@ class ReplaySpec:
     @property
     def compute_dtype(self) -> np.dtype:
         """Dtype of gates, updates and arithmetic: float32, or float64 with a float64 state."""
-        return self.state_dtype
+        return jnp.dtype(jnp.float32) if self.is_rounded else self.state_dtype
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the checkpoint is in a low-precision format."""
+        return self.state_dtype in FORMATS
+
+    @property
+    def exact(self) -> ReplaySpec:
+        """The same layer without low precision: its states are plain arrays in `compute_dtype`."""
+        return dataclasses.replace(self, state_dtype=self.compute_dtype, read_dtype=None)
 
     @property
     def decay_dim(self) -> int:

@@ -81,6 +81,7 @@ def speculative_generate(
     state: GenerateState | None = None,
     return_state: bool = False,
     unstack: bool = True,
+    rounding_key: jax.Array | None = None,
 ) -> SpeculativeOutput:
     """Continue prompts as `generate` does, several tokens for each pass of the model.
 
@@ -119,6 +120,8 @@ def speculative_generate(
         sees `prompt` alone, not what came before it.
       return_state: return the state.
       unstack: whether models with `scan_layers` are unstacked before the loop, the drafter's too.
+      rounding_key: None, or a key from `jax.random.key` to round states of a low-precision
+        `state_dtype` stochastically.
 
     Returns:
       A `SpeculativeOutput`. An empty batch gives empty arrays.
@@ -164,6 +167,7 @@ def speculative_generate(
         state=state,
         ragged=True,
         unstack=unstack,
+        rounding_key=rounding_key,
         keeps_hidden=reads_hidden(drafter),
     )
     drafting = _start_drafting(drafter, prompt, capacity, unstack)

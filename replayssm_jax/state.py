@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax import window
+from replayssm_jax import precision, window
 from replayssm_jax.checks import debug_check
 from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_int, round_up
 
@@ -89,14 +89,17 @@ class ReplayState:
     """The state of one layer. The recurrent state itself is `materialize(spec, state)`.
 
     Attributes:
-      checkpoint: [B, H, P, N], `spec.state_dtype`: the state before the oldest live record.
+      checkpoint: [B, H, P, N], `spec.state_dtype`, in 8 bits a `Scaled`: the state before the
+        oldest live record.
       buffer: the ring of recent inputs.
       pointer: which slots of it are live.
-      read_copy: None; the place of a low-precision copy of the checkpoint.
-      rounding_key: None; the place of the key of a stochastically rounded checkpoint.
+      read_copy: None, or the checkpoint in `spec.read_dtype`, in 8 bits a `Scaled`: what steps
+        read, written together with the checkpoint.
+      rounding_key: None, or uint32 [B, H, 2]: keys of a checkpoint that is rounded stochastically.
+        Every write of a row's checkpoint uses up its keys and leaves new ones.
     """
 
-    checkpoint: jax.Array
+    checkpoint: Any
     buffer: InputBuffer
     pointer: Pointer
     read_copy: Any = None
@@ -110,21 +113,28 @@ def init_state(
     *,
     layout: Literal["vk", "kv"] | None = None,
     ragged: bool = False,
+    rounding_key: jax.Array | None = None,
 ) -> ReplayState:
     """An empty ring over a zero or given recurrent state.
 
     Args:
       spec: the layer.
       batch_size: B, an int of at least 1.
-      initial: None, or a recurrent state to start from, `spec.state_dtype`: [B, H, P, N] with
+      initial: None, or a recurrent state to start from, `spec.compute_dtype`: [B, H, P, N] with
         layout="vk", [B, H, N, P] with layout="kv" (flash-linear-attention, Hugging Face GDN/KDA).
+        A low-precision checkpoint is rounded from it.
       layout: must be given with `initial`, since equal dims hide a wrong one.
       ragged: give every row its own pointer ([B]); needed for `lengths`, per-row `accepted`,
         `where`, `insert` and `reset`.
+      rounding_key: None, where a low-precision checkpoint is rounded to nearest even, or a key from
+        `jax.random.key`, or uint32 [B, H, 2]: it is rounded stochastically, so that the errors of
+        many folds cancel on average. Give each layer a key of its own. Rows and heads get their
+        own; a fork goes on with its parent's, so give it others where both must be independent:
+        `dataclasses.replace(fork, rounding_key=jax.random.bits(key, (B, H, 2), jnp.uint32))`.
 
     Raises:
       TypeError, ValueError: wrong batch size, dtype, shape or layout; float64 without
-        `jax_enable_x64`.
+        `jax_enable_x64`; a rounding_key for a checkpoint that is not rounded.
     """
     batch_size = check_int("batch_size", batch_size)
     spec.check_x64()
@@ -137,10 +147,10 @@ def init_state(
         raise ValueError(f'layout must be "vk" or "kv", found {layout!r}')
     if initial is not None:
         initial = jnp.asarray(initial)
-        if initial.dtype != spec.state_dtype:
+        if initial.dtype != spec.compute_dtype:
             raise TypeError(
-                f"initial must be {spec.state_dtype.name}, found {initial.dtype.name}: pass "
-                f"initial.astype(jnp.{spec.state_dtype.name})"
+                f"initial must be {spec.compute_dtype.name}, found {initial.dtype.name}: pass "
+                f"initial.astype(jnp.{spec.compute_dtype.name})"
             )
         shape = spec.state_shape(batch_size)
         expected = shape if layout == "vk" else (*shape[:2], shape[3], shape[2])
@@ -148,17 +158,43 @@ def init_state(
             raise ValueError(
                 f'initial must have shape {expected} with layout="{layout}", found {initial.shape}'
             )
-    return _init_state(spec, batch_size, initial, layout, ragged)
+    keys = check_rounding_key(spec, batch_size, rounding_key)
+    return _init_state(spec, batch_size, initial, keys, layout, ragged)
+
+
+def check_rounding_key(
+    spec: ReplaySpec, batch_size: int, rounding_key: jax.Array | None
+) -> jax.Array | None:
+    """Keys uint32 [B, H, 2] of one key, which only a low-precision state has a use for."""
+    if rounding_key is None:
+        return None
+    if not spec.is_rounded:
+        raise ValueError(
+            "rounding_key needs a low-precision state_dtype, found "
+            f"state_dtype={spec.state_dtype.name}, which is not rounded"
+        )
+    return precision.as_keys(rounding_key, (batch_size, spec.num_heads))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "batch_size", "layout", "ragged"))
 def _init_state(
-    spec: ReplaySpec, batch_size: int, initial: jax.Array | None, layout: str | None, ragged: bool
+    spec: ReplaySpec,
+    batch_size: int,
+    initial: jax.Array | None,
+    keys: jax.Array | None,
+    layout: str | None,
+    ragged: bool,
 ) -> ReplayState:
     if initial is None:
-        initial = jnp.zeros(spec.state_shape(batch_size), spec.state_dtype)
-    elif layout == "kv":
-        initial = jnp.swapaxes(initial, 2, 3)
+        shape, copy = spec.state_shape(batch_size), spec.read_dtype
+        stored = precision.Stored(
+            precision.zeros(shape, spec.state_dtype),
+            None if copy is None else precision.zeros(shape, copy),
+            keys,
+        )
+    else:
+        initial = initial if layout == "vk" else jnp.swapaxes(initial, 2, 3)
+        stored = precision.store(initial, keys, spec.state_dtype, spec.read_dtype)
     buffer: dict[str, Any] = {
         name: None if shape is None else jnp.zeros(shape.shape, shape.dtype)
         for name, shape in _buffer_shapes(spec, batch_size).items()
@@ -169,7 +205,7 @@ def _init_state(
         return jnp.zeros(rows, jnp.int32)
 
     pointer = Pointer(start=zero(), length=zero(), pending=zero(), fresh=jnp.zeros(rows, jnp.bool))
-    return ReplayState(checkpoint=initial, buffer=InputBuffer(**buffer), pointer=pointer)
+    return ReplayState(buffer=InputBuffer(**buffer), pointer=pointer, **stored._asdict())
 
 
 def _buffer_shapes(spec: ReplaySpec, batch_size: int) -> dict[str, jax.ShapeDtypeStruct | None]:
@@ -208,35 +244,21 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
             "always carry the batch axis, vmap adds axes in front"
         )
     batch_size = shape[0]
-    expected: dict[str, jax.ShapeDtypeStruct | None] = {
-        "checkpoint": jax.ShapeDtypeStruct(spec.state_shape(batch_size), spec.state_dtype),
-        **_buffer_shapes(spec, batch_size),
-    }
     rows = (batch_size,) if state.pointer.is_ragged else ()
-    for name, dtype in {"start": jnp.int32, "length": jnp.int32, "pending": jnp.int32}.items():
-        expected[name] = jax.ShapeDtypeStruct(rows, dtype)
-    expected["fresh"] = jax.ShapeDtypeStruct(rows, jnp.bool)
-    for name, want in expected.items():
-        owner: Any = state
-        if name != "checkpoint":
-            owner = state.pointer if hasattr(state.pointer, name) else state.buffer
-        found = getattr(owner, name)
-        if (found is None) != (want is None):
-            raise ValueError(
-                f"{name} of the state must be {'absent' if want is None else 'present'} for "
-                f"rule={spec.rule!r}: was the state made with another spec?"
-            )
-        if found is None or want is None:
-            continue
-        if found.shape != want.shape:
-            raise ValueError(
-                f"{name} of the state must have shape {want.shape}, found {found.shape}"
-            )
-        if found.dtype != want.dtype:
-            raise TypeError(
-                f"{name} of the state must be {jnp.dtype(want.dtype).name}, found "
-                f"{found.dtype.name}"
-            )
+    shape = spec.state_shape(batch_size)
+    integers = jax.ShapeDtypeStruct(rows, jnp.int32)
+    copy = None if spec.read_dtype is None else precision.storage(shape, spec.read_dtype)
+    keys = state.rounding_key
+    if keys is not None:
+        keys = jax.ShapeDtypeStruct((*shape[:2], 2), jnp.uint32) if spec.is_rounded else None
+    _check_stored("checkpoint", state.checkpoint, precision.storage(shape, spec.state_dtype), spec)
+    _check_stored("read_copy", state.read_copy, copy, spec)
+    _check_stored("rounding_key", state.rounding_key, keys, spec)
+    for name, want in _buffer_shapes(spec, batch_size).items():
+        _check_stored(name, getattr(state.buffer, name), want, spec)
+    for name in ("start", "length", "pending"):
+        _check_stored(name, getattr(state.pointer, name), integers, spec)
+    _check_stored("fresh", state.pointer.fresh, jax.ShapeDtypeStruct(rows, jnp.bool), spec)
     length = concrete(state.pointer.length)
     if length is None:
         debug_check(
@@ -250,6 +272,40 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
             "the body of scan_steps or while_loop?"
         )
     return batch_size
+
+
+def _check_stored(name: str, found: Any, want: Any, spec: ReplaySpec) -> None:
+    """Check presence, shapes and dtypes of one field of a state."""
+    if (found is None) != (want is None):
+        options = f"rule={spec.rule!r}"
+        if spec.read_dtype is not None or name in ("read_copy", "rounding_key"):
+            read = None if spec.read_dtype is None else spec.read_dtype.name
+            options += f", read_dtype={read} and state_dtype={spec.state_dtype.name}"
+        raise ValueError(
+            f"{name} of the state must be {'absent' if want is None else 'present'} for "
+            f"{options}: was the state made with another spec?"
+        )
+    if found is None:
+        return
+    if isinstance(want, precision.Scaled):
+        if not isinstance(found, precision.Scaled):
+            raise TypeError(
+                f"{name} of the state must be Scaled {want.dtype.name}, found {found.dtype.name}"
+            )
+        _check_stored(f"{name}.values", found.values, want.values, spec)
+        _check_stored(f"{name}.scale", found.scale, want.scale, spec)
+        return
+    if isinstance(found, precision.Scaled):
+        raise TypeError(
+            f"{name} of the state must be {jnp.dtype(want.dtype).name}, found Scaled "
+            f"{found.dtype.name}"
+        )
+    if found.shape != want.shape:
+        raise ValueError(f"{name} of the state must have shape {want.shape}, found {found.shape}")
+    if found.dtype != want.dtype:
+        raise TypeError(
+            f"{name} of the state must be {jnp.dtype(want.dtype).name}, found {found.dtype.name}"
+        )
 
 
 def require_ragged(state: ReplayState, what: str) -> None:
@@ -285,11 +341,47 @@ def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> ja
 def committed_records(
     spec: ReplaySpec, buffer: InputBuffer, start: jax.Array, length: jax.Array
 ) -> window.Records:
-    """The committed records of each row, the first `window` slots from `start`.
+    """The committed records of each row, the first `window` slots from `start`, as steps read them.
 
     More records than the window holds cannot all be read: whatever is made of them is NaN, so that
     neither outputs nor a checkpoint go on without the lost ones.
     """
+    ring = _in_order(spec, buffer, start, length)
+    update = ring.update
+    if update is None:
+        assert ring.value is not None and ring.beta is not None
+        update = ring.beta[..., None] * ring.value.astype(spec.compute_dtype)
+    return _as_records(spec, ring, update, length)
+
+
+def records_to_fold(
+    spec: ReplaySpec,
+    checkpoint: Any,
+    buffer: InputBuffer,
+    start: jax.Array,
+    length: jax.Array,
+    fresh: jax.Array,
+) -> window.Records:
+    """The same records as a fold takes them: their updates never depend on a read copy."""
+    if spec.rule == "additive" or spec.read_dtype is None:
+        return committed_records(spec, buffer, start, length)
+    ring = _in_order(spec, buffer, start, length)
+    assert ring.value is not None and ring.beta is not None
+    tokens = window.Tokens(
+        q=ring.key,
+        k=ring.key,
+        v=ring.value,
+        log_decay=_with_channels(spec, ring.log_decay),
+        beta=ring.beta,
+    )
+    update = window.solve_records(spec, checkpoint, fresh, tokens)
+    return _as_records(spec, ring, update, length)
+
+
+def _in_order(
+    spec: ReplaySpec, buffer: InputBuffer, start: jax.Array, length: jax.Array
+) -> InputBuffer:
+    """The first `window` slots from `start`; those past `length` are zero."""
     offsets = jnp.arange(spec.window, dtype=jnp.int32)
     live = offsets[None] < length.reshape(-1, 1)
     slots = (start.reshape(-1, 1) + offsets[None]) % spec.capacity
@@ -303,24 +395,27 @@ def committed_records(
             )
         return jnp.where(live.reshape(*live.shape, *(1,) * (ring.ndim - 2)), records, 0)
 
-    log_decay = in_order(buffer.log_decay)
-    if buffer.update is not None:
-        update = in_order(buffer.update)
-    else:
-        assert buffer.value is not None and buffer.beta is not None
-        value = in_order(buffer.value).astype(spec.compute_dtype)
-        update = in_order(buffer.beta)[..., None] * value
-    if spec.decay == "scalar":
-        log_decay = log_decay[..., None]
-    records = window.make_records(spec, log_decay, in_order(buffer.key), update)
+    return jax.tree.map(in_order, buffer)
+
+
+def _as_records(
+    spec: ReplaySpec, ring: InputBuffer, update: jax.Array, length: jax.Array
+) -> window.Records:
+    records = window.make_records(spec, _with_channels(spec, ring.log_decay), ring.key, update)
     fits = (length <= spec.window).reshape(-1, 1, 1, 1)
     return records._replace(decay=jnp.where(fits, records.decay, jnp.nan))
+
+
+def _with_channels(spec: ReplaySpec, log_decay: jax.Array) -> jax.Array:
+    return log_decay[..., None] if spec.decay == "scalar" else log_decay
 
 
 def materialize(
     spec: ReplaySpec, state: ReplayState, *, layout: Literal["vk", "kv"] = "vk"
 ) -> jax.Array:
     """The recurrent state after the committed records, for inspection and export.
+
+    It is in `spec.compute_dtype`, and made of the checkpoint, never of a read copy.
 
     Args:
       spec: the layer.
@@ -336,7 +431,9 @@ def materialize(
 @functools.partial(jax.jit, static_argnames=("spec", "layout"))
 def _materialize(spec: ReplaySpec, state: ReplayState, layout: str) -> jax.Array:
     pointer = state.pointer
-    records = committed_records(spec, state.buffer, pointer.start, pointer.length)
+    records = records_to_fold(
+        spec, state.checkpoint, state.buffer, pointer.start, pointer.length, pointer.fresh
+    )
     full = window.fold(spec, state.checkpoint, pointer.fresh, records)
     return full if layout == "vk" else jnp.swapaxes(full, 2, 3)
 
@@ -372,7 +469,7 @@ def reset(spec: ReplaySpec, state: ReplayState, where: jax.Array) -> ReplayState
 def insert(
     spec: ReplaySpec, state: ReplayState, slots: jax.Array, other: ReplayState
 ) -> ReplayState:
-    """Copy the rows of `other` into the slots of `state`: ring, pointer and checkpoint.
+    """Copy the rows of `other` into the slots of `state`: ring, pointer, checkpoint and its keys.
 
     In the body of `scan_steps` or `while_loop`, where no row flushes before the others, a row of
     `other` may hold at most as many records as the window has taken steps: flush `other` first, or

@@ -16,12 +16,16 @@ device, where a cumulative sum is many.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax import precision
 from replayssm_jax.spec import ReplaySpec
+
+# Bytes of decays between pairs of records that a fold may hold at once.
+_PAIR_BYTES = 1 << 26
 
 
 class Tokens(NamedTuple):
@@ -120,7 +124,7 @@ def make_records(
 
 def read_past(
     spec: ReplaySpec,
-    checkpoint: jax.Array,
+    checkpoint: Any,
     empty: jax.Array | None,
     past: Records | None,
     tokens: Tokens,
@@ -132,7 +136,7 @@ def read_past(
 
     Args:
       spec: the layer.
-      checkpoint: [B, H, P, N].
+      checkpoint: [B, H, P, N], an array of any dtype or `precision.Scaled`.
       empty: None, or bool [B] (or scalar): rows whose checkpoint counts as zero, whatever it holds.
       past: records between the checkpoint and the new tokens, or None.
       tokens: the new tokens.
@@ -161,7 +165,7 @@ def read_past(
 
 def _read(
     spec: ReplaySpec,
-    checkpoint: jax.Array,
+    checkpoint: Any,
     empty: jax.Array | None,
     past: Records | None,
     columns: jax.Array,
@@ -183,16 +187,20 @@ def _read(
     return out * decay if spec.decay == "scalar" else out
 
 
-def _matvecs(spec: ReplaySpec, state: jax.Array, columns: jax.Array) -> jax.Array:
+def _matvecs(spec: ReplaySpec, state: Any, columns: jax.Array) -> jax.Array:
     """[B, H, P, N] times each of [B, C, H or G, N], as [B, C, H, P].
 
     Heads that share a column are one matrix, and the product keeps the order of the state's axes:
     other orders make XLA transpose the whole state first.
     """
+    values = state.values if isinstance(state, precision.Scaled) else state
     batch, num_columns, keys = columns.shape[:3]
-    rows = state.reshape(batch, keys, -1, spec.key_dim)
+    rows = values.reshape(batch, keys, -1, spec.key_dim).astype(spec.compute_dtype)
     out = _einsum(spec, "bkrn,bckn->bkrc", rows, columns)
-    return jnp.moveaxis(out, 3, 1).reshape(batch, num_columns, spec.num_heads, spec.value_dim)
+    out = jnp.moveaxis(out, 3, 1).reshape(batch, num_columns, spec.num_heads, spec.value_dim)
+    if isinstance(state, precision.Scaled):  # one factor for each product, not for each element
+        out = out * state.scale.astype(spec.compute_dtype)[:, None]
+    return out
 
 
 def _past_scores(spec: ReplaySpec, past: Records, columns: jax.Array) -> jax.Array:
@@ -257,22 +265,54 @@ def evaluate(
     return query_reads + _einsum(spec, "btjh,bjhp->bthp", pairs.query_scores, update)
 
 
-def fold(
-    spec: ReplaySpec, checkpoint: jax.Array, empty: jax.Array | None, records: Records
-) -> jax.Array:
+def fold(spec: ReplaySpec, checkpoint: Any, empty: jax.Array | None, records: Records) -> jax.Array:
     """The state [B, H, P, N] after the records, by one matrix product: the form for prefill.
 
-    `empty` as in `read_past`.
+    `checkpoint` and `empty` as in `read_past`; the state is in the compute dtype.
     """
     total, key = _fold_operands(spec, records)
     new = _einsum(spec, "bjhp,bjhn->bhpn", records.update, key)
-    return _mask_empty(checkpoint, empty) * total + new
+    return _mask_empty(precision.decode(checkpoint, spec.compute_dtype), empty) * total + new
+
+
+def solve_records(
+    spec: ReplaySpec, checkpoint: Any, empty: jax.Array | None, tokens: Tokens
+) -> jax.Array:
+    """u [B, J, H, P] of records, solved again from the checkpoint for a fold.
+
+    Updates that were computed from a read copy carry its rounding, and a fold of them would feed
+    that back into the recurrence.
+
+    Args:
+      spec: the layer.
+      checkpoint: [B, H, P, N], what the records follow.
+      empty: as in `read_past`.
+      tokens: the records, oldest first; dead ones are identities. Their queries are not looked at.
+    """
+
+    def solve(checkpoint: Any, empty: jax.Array | None, tokens: Tokens) -> jax.Array:
+        pairs = relate(spec, tokens)
+        reads = _read(spec, checkpoint, empty, None, tokens.k, pairs.decay)
+        return solve_updates(spec, tokens, pairs, reads)
+
+    batch, size = tokens.k.shape[:2]
+    fitting = max(1, _PAIR_BYTES // (size**2 * spec.num_heads * spec.decay_dim * 4))
+    if fitting >= batch:
+        return solve(checkpoint, empty, tokens)
+    if empty is not None:
+        empty = jnp.broadcast_to(empty, (batch,))
+
+    def solve_row(row: Any) -> jax.Array:
+        return solve(*jax.tree.map(lambda x: x[None], row))[0]
+
+    update: jax.Array = jax.lax.map(solve_row, (checkpoint, empty, tokens), batch_size=fitting)
+    return update
 
 
 def fold_in_place(
-    spec: ReplaySpec, checkpoint: jax.Array, empty: jax.Array | None, records: Records
-) -> jax.Array:
-    """The same state as `fold`, elementwise and a block of heads at a time, over the checkpoint.
+    spec: ReplaySpec, stored: precision.Stored, empty: jax.Array | None, records: Records
+) -> precision.Stored:
+    """The same state as `fold`, elementwise and a block of heads at a time, over what is stored.
 
     A matrix product would hold another state of temporary memory, and so would one elementwise
     expression once XLA splits it; the loop keeps the temporaries to a block.
@@ -280,17 +320,22 @@ def fold_in_place(
     total, key = _fold_operands(spec, records)
     width = spec.num_heads // _num_blocks(spec.num_heads)
 
-    def fold_block(i: jax.Array, state: jax.Array) -> jax.Array:
-        def block(x: jax.Array, axis: int) -> jax.Array:
+    def fold_block(i: jax.Array, stored: precision.Stored) -> precision.Stored:
+        def block(x: jax.Array, axis: int = 1) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis)
 
-        new = _mask_empty(block(state, 1), empty) * block(total, 1)
+        old = jax.tree.map(block, stored)
+        state = precision.decode(old.checkpoint, spec.compute_dtype)
+        new = _mask_empty(state, empty) * block(total)
         update, keys = block(records.update, 2), block(key, 2)
         for j in range(update.shape[1]):
             new = new + update[:, j, :, :, None] * keys[:, j, :, None, :]
-        return jax.lax.dynamic_update_slice_in_dim(state, new, i * width, 1)
+        written = precision.store(new, old.rounding_key, spec.state_dtype, spec.read_dtype)
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * width, 1), stored, written
+        )
 
-    return jax.lax.fori_loop(0, spec.num_heads // width, fold_block, checkpoint)
+    return jax.lax.fori_loop(0, spec.num_heads // width, fold_block, stored)
 
 
 def _num_blocks(num_heads: int) -> int:

@@ -1,8 +1,15 @@
 """What tests of the kernels share."""
 
 import contextlib
+import functools
 
 import jax
+import jax.numpy as jnp
+import pytest
+from base import CoreSuite
+from oracle import assert_close, random_inputs, reference, tokens
+
+import replayssm_jax as rs
 
 
 @contextlib.contextmanager
@@ -13,6 +20,7 @@ def cut_as_for_large_batches():
 
     def forget():
         kernels._in_place.cache_clear()
+        kernels._fold.cache_clear()
         kernels._conventional.cache_clear()
         jax.clear_caches()
 
@@ -23,3 +31,101 @@ def cut_as_for_large_batches():
     finally:
         configs.FILLED = enough
         forget()
+
+
+class KernelSuite(CoreSuite):
+    """The base suite, and what kernels add to it: their shapes, and the tuned baseline."""
+
+    def test_a_body_that_steps_twice_is_loud(self, family):
+        """Here it is right: the kernel looks at the pointer, whatever the loop believes."""
+        spec = self.make_spec(family)
+        inputs = random_inputs(spec, 1, 80)
+
+        def body(state, pair):
+            outputs = []
+            for i in range(2):
+                one = jax.tree.map(lambda x, i=i: x[i][:, None], pair)
+                output, state = self.step(spec, state, one)
+                outputs.append(output[:, 0])
+            return state, jnp.stack(outputs)
+
+        pairs = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 1, 0).reshape(40, 2, 1, *x.shape[2:]), inputs
+        )
+        state, outputs = rs.scan_steps(body, rs.init_state(spec, 1), pairs)
+        expected, expected_state = reference(spec, inputs)
+        assert_close(jnp.moveaxis(outputs.reshape(80, 1, *outputs.shape[3:]), 0, 1), expected)
+        assert_close(rs.materialize(spec, state), expected_state, name="state")
+
+    @pytest.mark.parametrize(
+        "value_dim, key_dim", [(64, 128), (80, 128), (128, 64), (96, 80), (80, 96), (128, 128)]
+    )
+    def test_head_dims(self, value_dim, key_dim):
+        """Head dims that are no powers of two, with drafts, against the recurrence."""
+        spec = rs.ReplaySpec.mamba2(
+            num_heads=8, head_dim=value_dim, state_dim=key_dim, num_groups=2, max_tokens=4
+        )
+        inputs = random_inputs(spec, 3, 44)
+        outputs, _ = self.drafts(spec, rs.init_state(spec, 3, ragged=True), inputs, [4])
+        expected, expected_state = reference(spec, inputs)
+        assert_close(outputs, expected, 1e-2)
+        state = rs.init_state(spec, 3, ragged=True)
+        _, state = self.decode(spec, state, inputs)
+        assert_close(rs.materialize(spec, state), expected_state, name="state")
+
+    @pytest.mark.parametrize("batch_size", [1, 99, 2**16 // 4, 65600 // 4])
+    def test_rows_times_heads_beyond_a_grid_axis(self, batch_size):
+        """Batch times heads at and above 65,536, and odd batches."""
+        spec = self.make_spec("kda", num_heads=4, num_groups=4)
+        inputs = random_inputs(spec, 2, 18)
+        repeats = -(-batch_size // 2)
+        many = jax.tree.map(lambda x: jnp.tile(x, (repeats, *[1] * (x.ndim - 1))), inputs)
+        many = jax.tree.map(lambda x: x[:batch_size], many)
+        state = rs.init_state(spec, batch_size, ragged=True)
+        outputs, _ = self.decode(spec, state, many)
+        expected, _ = reference(spec, inputs)
+        assert_close(outputs[:2], expected[:batch_size])
+        assert_close(outputs[-1:], expected[(batch_size - 1) % 2][None])
+
+    def test_more_than_two_to_the_31_elements(self):
+        """The last rows of a state that int32 offsets do not reach, over a flush."""
+        spec = self.make_spec(
+            "gated_delta_net", num_heads=32, num_groups=32, value_dim=128, key_dim=128
+        )
+        batch_size = 4200
+        assert batch_size * 32 * 128 * 128 > 2**31
+        inputs = random_inputs(spec, 2, 18)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def decode(state, t):
+            token = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1, 1), inputs)
+            many = jax.tree.map(
+                lambda x: jnp.tile(x, (batch_size // 2, *[1] * (x.ndim - 1))), token
+            )
+            output, state = self.step(spec, state, many)
+            return output[-2:], state
+
+        state, outputs = rs.init_state(spec, batch_size, ragged=True), []
+        for t in range(18):
+            output, state = decode(state, t)
+            outputs.append(output)
+        expected, expected_state = reference(spec, inputs)
+        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        last = rs.take(spec, state, jnp.arange(batch_size - 2, batch_size))
+        assert_close(rs.materialize(spec, last), expected_state, name="state")
+
+    def test_conventional_step(self, family):
+        """The tuned baseline computes what the recurrence says."""
+        spec = self.make_spec(family)
+        inputs = random_inputs(spec, 2, 20)
+        step = jax.jit(
+            lambda state, x: rs.recurrent_step(spec, state, x, implementation=self.implementation)
+        )
+        state = jnp.zeros(spec.state_shape(2), jnp.float32)
+        outputs = []
+        for t in range(20):
+            output, state = step(state, tokens(inputs, t, t + 1))
+            outputs.append(output)
+        expected, expected_state = reference(spec, inputs)
+        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(state, expected_state, name="state")

@@ -1,6 +1,7 @@
 """What speed depends on, read off the compiled programs: no copies of the state, one trace."""
 
 import dataclasses
+import math
 import re
 
 import chex
@@ -49,7 +50,7 @@ def state_sized(program, state, operation):
             size = 1
             for dim in match.group(1).split(","):
                 size *= int(dim)
-            if size >= state.checkpoint.size:
+            if size >= math.prod(state.checkpoint.shape):
                 found.append(line.strip())
     return found
 
@@ -63,6 +64,17 @@ def test_a_donated_loop_copies_no_state(spec, ragged, scan):
     memory = program.memory_analysis()
     assert memory.temp_size_in_bytes < state.checkpoint.nbytes
     assert memory.alias_size_in_bytes >= state.checkpoint.nbytes
+
+
+@pytest.mark.parametrize("formats", [{"read_dtype": "int8"}, {"state_dtype": "bfloat16"}])
+def test_a_donated_loop_with_low_precision_copies_no_state(formats):
+    """Neither the checkpoint nor its read copy, both updated in place."""
+    spec = make_spec("gated_delta_net", **SHAPES["gated_delta_net"], **formats)
+    program, state = compiled_loop(spec, False, rs.scan_steps)
+    assert state_sized(program, state, "copy") == []
+    assert state_sized(program, state, "transpose") == []
+    held = state.checkpoint.nbytes + (0 if state.read_copy is None else state.read_copy.nbytes)
+    assert program.memory_analysis().alias_size_in_bytes >= held
 
 
 def test_each_loop_has_its_form_of_the_flush_switch(spec):

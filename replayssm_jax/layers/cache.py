@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.layers.progress import Progress
+from replayssm_jax.precision import Scaled, as_keys
 from replayssm_jax.snapshots import Snapshots
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import Pointer, ReplayState, emptied
 
 T = TypeVar("T")
 
-MixerState = ReplayState | Snapshots | jax.Array
+MixerState = ReplayState | Snapshots | Scaled | jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -25,14 +26,17 @@ class MixerCache:
 
     Attributes:
       history: [B, W, C] ring of raw convolution inputs, W = kernel_size - 1 + max_tokens.
-      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself
-        or `Snapshots` of it.
+      state: `ReplayState`, or under conventional decoding the recurrent state [B, H, P, N] itself,
+        in 8 bits a `Scaled`, or `Snapshots` of it.
       progress: tokens of each row; None inside a model's cache, which holds one for all layers.
+      rounding_key: None, or uint32 [B, H, 2]: keys of a recurrent state that is rounded
+        stochastically; a `ReplayState` holds its own.
     """
 
     history: jax.Array
     state: MixerState
     progress: Progress | None
+    rounding_key: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +88,25 @@ def detach(caches: T) -> tuple[T, Pointer | None]:
 
     stripped = jax.tree.map(strip, caches, is_leaf=_is_cache)
     return stripped, pointers[0] if pointers else None
+
+
+def give_rounding_keys(caches: T, key: jax.Array) -> T:
+    """Have every mixer cache in `caches` round its state stochastically, with keys of its own."""
+    found = 0
+
+    def give(cache: Any) -> Any:
+        nonlocal found
+        if not isinstance(cache, MixerCache):
+            return cache
+        own, found = jax.random.fold_in(key, found), found + 1
+        state: Any = cache.state
+        if isinstance(state, ReplayState):
+            keys = as_keys(own, state.checkpoint.shape[:-2])
+            state = dataclasses.replace(state, rounding_key=keys)
+            return dataclasses.replace(cache, state=state)
+        return dataclasses.replace(cache, rounding_key=as_keys(own, state.shape[:-2]))
+
+    return jax.tree.map(give, caches, is_leaf=_is_cache)
 
 
 def take_rows(cache: T, rows: jax.Array) -> T:

@@ -46,7 +46,7 @@ class GatedDeltaNet(ReplayMixer):
       use_dt_bias: whether the decay has a bias.
       allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that eigenvalues may be negative.
       norm_epsilon: of the gated norm, norm(o) * silu(z) for each value head.
-      replay_window, max_tokens, state_dtype: see `ReplaySpec`.
+      replay_window, max_tokens, state_dtype, read_dtype: see `ReplaySpec`.
       dtype: of activations and of the cached records.
       param_dtype: of the projections' and the convolution's parameters; A_log and dt_bias stay
         float32.
@@ -71,6 +71,7 @@ class GatedDeltaNet(ReplayMixer):
         replay_window: int = 16,
         max_tokens: int = 1,
         state_dtype: Any = jnp.float32,
+        read_dtype: Any = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = default_kernel_init,
@@ -91,6 +92,7 @@ class GatedDeltaNet(ReplayMixer):
             window=replay_window,
             max_tokens=max_tokens,
             state_dtype=state_dtype,
+            read_dtype=read_dtype,
             key_dtype=self.dtype,
             value_dtype=self.dtype,
         )

@@ -47,7 +47,7 @@ class KimiDeltaAttention(ReplayMixer):
       gate_bias: whether the output gate has a bias.
       use_dt_bias: whether the decay has a bias.
       norm_epsilon: of the gated norm, norm(o) * sigmoid(z) for each head.
-      replay_window, max_tokens, state_dtype: see `ReplaySpec`.
+      replay_window, max_tokens, state_dtype, read_dtype: see `ReplaySpec`.
       dtype: of activations and of the cached records.
       param_dtype: of the projections' and the convolution's parameters; A_log and dt_bias stay
         float32.
@@ -73,6 +73,7 @@ class KimiDeltaAttention(ReplayMixer):
         replay_window: int = 16,
         max_tokens: int = 1,
         state_dtype: Any = jnp.float32,
+        read_dtype: Any = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = default_kernel_init,
@@ -92,6 +93,7 @@ class KimiDeltaAttention(ReplayMixer):
             window=replay_window,
             max_tokens=max_tokens,
             state_dtype=state_dtype,
+            read_dtype=read_dtype,
             key_dtype=self.dtype,
             value_dtype=self.dtype,
         )

@@ -49,7 +49,7 @@ class Mamba2(ReplayMixer):
       norm_before_gate: the norm before the gate instead of after it.
       norm_groups: groups of the norm, `num_groups` by default.
       norm_epsilon: of the norm.
-      replay_window, max_tokens, state_dtype: see `ReplaySpec`.
+      replay_window, max_tokens, state_dtype, read_dtype: see `ReplaySpec`.
       dtype: of activations and of the cached records.
       param_dtype: of the projections' and the convolution's parameters; A_log, dt_bias and D stay
         float32.
@@ -78,6 +78,7 @@ class Mamba2(ReplayMixer):
         replay_window: int = 16,
         max_tokens: int = 1,
         state_dtype: Any = jnp.float32,
+        read_dtype: Any = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         kernel_init: Any = default_kernel_init,
@@ -97,6 +98,7 @@ class Mamba2(ReplayMixer):
             window=replay_window,
             max_tokens=max_tokens,
             state_dtype=state_dtype,
+            read_dtype=read_dtype,
             key_dtype=self.dtype,
             value_dtype=self.dtype,
         )

@@ -15,18 +15,22 @@ import jax.numpy as jnp
 
 from replayssm_jax.decode import commit, verify
 from replayssm_jax.inputs import TokenInputs
-from replayssm_jax.layers.cache import MixerCache, MixerState, reset_pointer
+from replayssm_jax.layers.cache import MixerCache, reset_pointer
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
+from replayssm_jax.precision import Stored, advance, decode, encode, is_scaled, zeros
 from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import ReplayState, init_state, materialize
+from replayssm_jax.state import ReplayState, check_rounding_key, init_state, materialize
 
 Decode = Literal["replay", "recurrent", "snapshot"]
+
+# What runs through a layer: a conventional state goes with its keys.
+_State = ReplayState | Snapshots | Stored
 
 
 class ReplayMixer(CachedLayer):
@@ -59,32 +63,43 @@ class ReplayMixer(CachedLayer):
         *,
         decode: Decode = "replay",
         ragged: bool = True,
+        rounding_key: jax.Array | None = None,
     ) -> MixerCache:
         """Return the cache of `batch_size` empty rows.
 
         Args:
           batch_size: B.
           size: ignored: the cache does not grow with the sequence.
-          dtype: dtype of the convolution history, the layer's own by default. The checkpoint is
-            float32 whatever this says.
+          dtype: dtype of the convolution history, the layer's own by default. The state has the
+            layer's `state_dtype` whatever this says.
           decode: "replay", or for conventional decoding of the same weights "recurrent", or
             "snapshot" where drafts must be rolled back: a state is kept for each of them.
           ragged: whether each row has its own replay pointer.
+          rounding_key: None, or a key from `jax.random.key` to round a low-precision state
+            stochastically; each layer needs its own.
         """
         del size
-        state: MixerState
+        spec, keys = self.spec, None
+        state: Any
         if decode == "replay":
-            state = init_state(self.spec, batch_size, ragged=ragged)
+            state = init_state(spec, batch_size, ragged=ragged, rounding_key=rounding_key)
         elif decode == "recurrent":
-            state = jnp.zeros(self.spec.state_shape(batch_size), self.spec.state_dtype)
+            keys = check_rounding_key(spec, batch_size, rounding_key)
+            state = zeros(spec.state_shape(batch_size), spec.state_dtype)
         elif decode == "snapshot":
-            state = Snapshots.zeros(self.spec, batch_size)
+            if is_scaled(spec.state_dtype) or rounding_key is not None:
+                raise ValueError(
+                    "snapshots are plain arrays that are rounded to nearest, found "
+                    f"state_dtype={spec.state_dtype.name} and rounding_key="
+                    f"{'None' if rounding_key is None else 'a key'}"
+                )
+            state = Snapshots.zeros(spec, batch_size)
         else:
             raise ValueError(
                 f'decode must be "replay", "recurrent" or "snapshot", found {decode!r}'
             )
         history = self.conv.init_history(batch_size, dtype)
-        return MixerCache(history, state, Progress.zeros(batch_size))
+        return MixerCache(history, state, Progress.zeros(batch_size), keys)
 
     def __call__(
         self,
@@ -129,12 +144,20 @@ class ReplayMixer(CachedLayer):
         history = None if cache is None else cache.history
         channels, history = self.conv.convolve(channels, history, span, drafts=mode == "verify")
         inputs = self.records(channels, rest)
-        state = None if cache is None else cache.state
+        state: _State | None = None
+        if cache is not None:
+            held: Any = cache.state
+            plain = not isinstance(held, ReplayState | Snapshots)
+            state = Stored(held, None, cache.rounding_key) if plain else held
         o, state = self._recur(state, inputs, span, mode)
         y = span.masked(self.output(o, inputs, rest))
         if cache is None:
             return y, None
         assert history is not None and state is not None
+        if isinstance(state, Stored):
+            return y, dataclasses.replace(
+                cache, history=history, state=state.checkpoint, rounding_key=state.rounding_key
+            )
         return y, dataclasses.replace(cache, history=history, state=state)
 
     def local_spec(self) -> tuple[ReplaySpec, str | None]:
@@ -152,8 +175,8 @@ class ReplayMixer(CachedLayer):
         return spec, heads
 
     def _recur(
-        self, state: MixerState | None, inputs: TokenInputs, span: Span, mode: Mode
-    ) -> tuple[jax.Array, MixerState | None]:
+        self, state: _State | None, inputs: TokenInputs, span: Span, mode: Mode
+    ) -> tuple[jax.Array, _State | None]:
         axes = self.mesh_axes
         if axes is None:
             return _recur(self.spec, mode, state, inputs, span)
@@ -165,10 +188,10 @@ class ReplayMixer(CachedLayer):
 def _recur(
     spec: ReplaySpec,
     mode: Mode,
-    state: MixerState | None,
+    state: _State | None,
     inputs: TokenInputs,
     span: Span,
-) -> tuple[jax.Array, MixerState | None]:
+) -> tuple[jax.Array, _State | None]:
     """Run the records through replay, or conventional decoding where `state` is not one of it."""
     if isinstance(state, ReplayState):
         if mode == "verify":
@@ -185,20 +208,44 @@ def _recur(
     if isinstance(state, Snapshots):
         if mode == "verify":
             return verify_snapshots(spec, state, inputs, span.position, span.lengths)
-        o, newest = _recur(spec, mode, state.at(span.position), inputs, span)
-        assert isinstance(newest, jax.Array)
-        return o, state.put(span.end, newest)
+        last = Stored(state.at(span.position), None, None)
+        o, newest = _recur(spec, mode, last, inputs, span)
+        assert isinstance(newest, Stored)
+        return o, state.put(span.end, newest.checkpoint)
     if state is not None and mode == "verify":
         if inputs.v.shape[1] != 1:
             raise ValueError(
                 "conventional decoding cannot roll back drafts: it takes T = 1, found "
                 f"T={inputs.v.shape[1]}"
             )
-        o, new = recurrent_step(spec, state, inputs)
+        now, after = _next_keys(state)
+        o, new = recurrent_step(spec, state.checkpoint, inputs, rounding_key=now)
         if span.live is None:
-            return o, new
+            return o, Stored(new, None, after)
         live = span.live[:, :, None, None]
-        return jnp.where(live, o, jnp.zeros_like(o)), jnp.where(live, new, state)
-    replay = init_state(spec, inputs.v.shape[0], state, layout=None if state is None else "vk")
-    o, replay = prefill(spec, replay, inputs, valid=span.live, resets=span.resets)
-    return o, None if state is None else materialize(spec, replay)
+        kept = _where(span.live[:, 0], Stored(new, None, after), state)
+        return jnp.where(live, o, jnp.zeros_like(o)), kept
+    initial = None if state is None else decode(state.checkpoint, spec.compute_dtype)
+    replay = init_state(
+        spec.exact, inputs.v.shape[0], initial, layout=None if state is None else "vk"
+    )
+    o, replay = prefill(spec.exact, replay, inputs, valid=span.live, resets=span.resets)
+    if state is None:
+        return o, None
+    now, after = _next_keys(state)
+    new = Stored(encode(materialize(spec.exact, replay), spec.state_dtype, now), None, after)
+    if span.live is None or not spec.is_rounded:
+        return o, new
+    return o, _where(jnp.any(span.live, axis=1), new, state)
+
+
+def _next_keys(state: Stored) -> tuple[jax.Array | None, jax.Array | None]:
+    keys = state.rounding_key
+    return (None, None) if keys is None else advance(keys)
+
+
+def _where(rows: jax.Array, new: Stored, old: Stored) -> Stored:
+    """The rows [B] bool of `new`, the others of `old`."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(rows.reshape(-1, *(1,) * (x.ndim - 1)), x, y), new, old
+    )

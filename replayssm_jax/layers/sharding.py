@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 # Where each cached or recorded array has its heads; the batch always comes first.
-_HEADS_SECOND = frozenset({"checkpoint", "read_copy", "state"})
+_HEADS_SECOND = frozenset({"checkpoint", "read_copy", "state", "values", "scale", "rounding_key"})
 _HEADS_THIRD = frozenset(
     {"log_decay", "key", "value", "beta", "update", "states", "history", "q", "k", "v", "g"}
 )

@@ -47,7 +47,12 @@ def build_mixer(
     given = dataclasses.asdict(getattr(config, kind))
     options = _heads(config, kind) | {k: v for k, v in given.items() if v is not None}
     if kind != "attention":
-        options |= {"replay_window": config.replay_window, "max_tokens": config.max_tokens}
+        options |= {
+            "replay_window": config.replay_window,
+            "max_tokens": config.max_tokens,
+            "state_dtype": config.state_dtype,
+            "read_dtype": config.read_dtype,
+        }
     return _LAYERS[kind](
         config.d_model,
         **options,

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax.numpy as jnp
+
 MixerKind = Literal["mamba2", "gated_delta_net", "kda", "attention"]
 MLPKind = Literal["swiglu", "relu2", "moe"]
 
@@ -159,6 +161,10 @@ class HybridConfig:
         as it joins the residual stream, and of the logits.
       replay_window: records that a replay ring may hold before it is folded.
       max_tokens: most drafts that one `verify` takes.
+      state_dtype: of recurrent states: "float32", or "bfloat16", "float16", "float8_e4m3fn",
+        "float8_e5m2" or "int8"; see `ReplaySpec`.
+      read_dtype: None, or the low-precision format of the copies of float32 states that decoding
+        reads.
       remat: whether training recomputes each block in the backward pass.
       scan_layers: whether the repeated unit of blocks has stacked parameters and is scanned, so
         that compile time does not grow with depth.
@@ -183,6 +189,8 @@ class HybridConfig:
     logit_scale: float = 1.0
     replay_window: int = 16
     max_tokens: int = 1
+    state_dtype: str = "float32"
+    read_dtype: str | None = None
     remat: bool = False
     scan_layers: bool = False
 
@@ -190,6 +198,9 @@ class HybridConfig:
         for name in ("vocab_size", "d_model", "replay_window", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
+        for name in ("state_dtype", "read_dtype"):
+            if getattr(self, name) is not None:  # by name, for JSON; the layers check the rest
+                object.__setattr__(self, name, jnp.dtype(getattr(self, name)).name)
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if not self.blocks:

@@ -15,6 +15,7 @@ from replayssm_jax.layers.activations import default_kernel_init
 from replayssm_jax.layers.cache import (
     attach,
     detach,
+    give_rounding_keys,
     insert_rows,
     reset_pointer,
     reset_rows,
@@ -41,7 +42,8 @@ class HybridLM(nnx.Module):
 
     Args:
       config: the model.
-      dtype: of activations and of what the caches record; checkpoints are float32 anyway.
+      dtype: of activations and of what the caches record; recurrent states have the config's
+        `state_dtype` anyway.
       param_dtype: of the projections' parameters.
       rngs: of the parameters.
     """
@@ -143,6 +145,7 @@ class HybridLM(nnx.Module):
         *,
         decode: Decode = "replay",
         ragged: bool = True,
+        rounding_key: jax.Array | None = None,
     ) -> HybridCache:
         """Return the cache of `batch_size` empty rows.
 
@@ -154,6 +157,12 @@ class HybridLM(nnx.Module):
             "snapshot" where drafts must be rolled back.
           ragged: whether each row has its own replay pointer; with False all rows move together,
             which `lengths` of `verify` and per-row `accepted` of `commit` do not allow.
+          rounding_key: None, where states of a low-precision `state_dtype` are rounded to nearest
+            even, or a key from `jax.random.key`: they are rounded stochastically, each layer, row
+            and head with keys of its own.
+
+        Raises:
+          ValueError: a rounding_key for states that are not rounded.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, found {batch_size}")
@@ -166,6 +175,13 @@ class HybridLM(nnx.Module):
                 )
                 layers.append(held if count == 1 else stack_cache(held, count))
                 pointer = pointer if own is None else own
+        if rounding_key is not None:
+            if decode == "snapshot" or not self._rounds_states():
+                raise ValueError(
+                    "rounding_key needs a replay layer with a low-precision state_dtype, and no "
+                    f"snapshots, found state_dtype={self.config.state_dtype!r}, decode={decode!r}"
+                )
+            layers = give_rounding_keys(layers, rounding_key)
         cache = HybridCache(tuple(layers), pointer, Progress.zeros(batch_size))
         if self.mesh_axes is None:
             return cache
@@ -350,6 +366,10 @@ class HybridLM(nnx.Module):
             spec = next(mixer.spec for mixer in mixers if isinstance(mixer, ReplayMixer))
             pointer = reset_pointer(spec, pointer, where)
         return HybridCache(reset_rows(cache.layers, where), pointer, cache.progress.reset(where))
+
+    def _rounds_states(self) -> bool:
+        mixers = (mixer for block in self.blocks for mixer in block.mixers)
+        return any(isinstance(mixer, ReplayMixer) and mixer.spec.is_rounded for mixer in mixers)
 
     def _verify(
         self, tokens: jax.Array, cache: HybridCache, lengths: jax.Array | None

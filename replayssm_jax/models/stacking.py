@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from replayssm_jax.flush_switch import flush_all, flush_rows
+from replayssm_jax.flush_switch import flush_all, flush_rows, stored_of
 from replayssm_jax.layers import HybridBlock, MixerCache, ReplayMixer
 from replayssm_jax.layers.cache import attach, detach
 from replayssm_jax.layers.cached import Mode
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import row_specs
+from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import Phase, Pointer, ReplayState
 
@@ -129,9 +130,7 @@ def _keep_checkpoints(new: Any, old: Any) -> Any:
     def keep(new: Any, old: Any) -> Any:
         if not isinstance(new, MixerCache) or not isinstance(new.state, ReplayState):
             return new
-        state = dataclasses.replace(
-            new.state, checkpoint=old.state.checkpoint, read_copy=old.state.read_copy
-        )
+        state = dataclasses.replace(new.state, **stored_of(old.state)._asdict())
         return dataclasses.replace(new, state=state)
 
     return jax.tree.map(keep, new, old, is_leaf=_is_mixer_cache)
@@ -150,20 +149,20 @@ def _flush_stacked(
         state, counts = dataclasses.replace(cache.state, pointer=pointer), span.counts
         axes, num_tokens = mixer.mesh_axes, span.positions.shape[1]
         if axes is None:
-            checkpoint, after = _flush_due(mixer.spec, num_tokens, state, counts)
+            stored, after = _flush_due(mixer.spec, num_tokens, state, counts)
         else:
             spec, heads = mixer.local_spec()
             specs = row_specs(state, axes, heads, stacked=True)
-            checkpoint, after = jax.shard_map(
+            stored, after = jax.shard_map(
                 functools.partial(_flush_due, spec, num_tokens),
                 mesh=axes.mesh,
                 in_specs=(specs, PartitionSpec(axes.data)),
-                out_specs=(specs.checkpoint, specs.pointer),
+                out_specs=(stored_of(specs), specs.pointer),
                 check_vma=False,
             )(state, counts)
         moved = dataclasses.replace(after, phase=Phase(False, mixer.spec.window))
         return dataclasses.replace(
-            cache, state=dataclasses.replace(cache.state, checkpoint=checkpoint)
+            cache, state=dataclasses.replace(cache.state, **stored._asdict())
         )
 
     new_caches = tuple(
@@ -178,7 +177,7 @@ def _flush_stacked(
 
 def _flush_due(
     spec: ReplaySpec, num_tokens: int, state: ReplayState, counts: jax.Array
-) -> tuple[jax.Array, Pointer]:
+) -> tuple[Stored, Pointer]:
     """Flush leaves [B, L, ...] under one pointer, rows and layers as one batch."""
     pointer = state.pointer
     rows, count = state.checkpoint.shape[:2]
@@ -189,10 +188,9 @@ def _flush_due(
     every = jax.tree.map(lambda x: jnp.repeat(x, count) if x.ndim else x, pointer)
     merged = dataclasses.replace(
         state,
-        checkpoint=merge(state.checkpoint),
         buffer=jax.tree.map(merge, state.buffer),
         pointer=every,
-        read_copy=jax.tree.map(merge, state.read_copy),
+        **jax.tree.map(merge, stored_of(state))._asdict(),
     )
     if pointer.phase is None:
         # A ragged row without a new token stays as it is; on a scalar pointer all rows have T.
@@ -202,4 +200,7 @@ def _flush_due(
     elif pointer.phase.flush:
         merged = flush_all(spec, merged)
     after = jax.tree.map(lambda x: x[::count] if x.ndim else x, merged.pointer)
-    return merged.checkpoint.reshape(state.checkpoint.shape), after
+    stored = jax.tree.map(
+        lambda new, old: new.reshape(old.shape), stored_of(merged), stored_of(state)
+    )
+    return stored, after

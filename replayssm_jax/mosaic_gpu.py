@@ -1,0 +1,101 @@
+"""What `replayssm_jax.kernels` asks of `pallas_kernels`: Pallas Mosaic GPU, arrays as Refs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_kernels import conventional, fused_step
+from pallas_kernels.configs import why_not as why_no_kernel
+from pallas_kernels.fused_step import Ring, Rows
+from pallas_kernels.problem import Mode, Problem
+from replayssm_jax import dispatch
+from replayssm_jax.inputs import TokenInputs
+from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import InputBuffer
+
+
+def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
+    """Why no kernel runs T tokens of a layer; None where one does."""
+    return why_no_kernel(_problem(spec, 1, num_tokens), Mode())
+
+
+def step(
+    spec: ReplaySpec,
+    implementation: str,
+    masked: bool,
+    rows: Any,
+    checkpoint: jax.Array,
+    buffer: InputBuffer,
+    inputs: TokenInputs,
+) -> tuple[jax.Array, jax.Array, InputBuffer]:
+    """As `kernels.step`, for arrays of as many rows as come."""
+    mode = _mode(implementation, masked=masked)
+    return _run(spec, mode, rows, checkpoint, buffer, _tokens(inputs))
+
+
+def fold(
+    spec: ReplaySpec, implementation: str, rows: Any, checkpoint: jax.Array, buffer: InputBuffer
+) -> jax.Array:
+    """As `kernels.fold`."""
+    mode = _mode(implementation, masked=True, append=False)
+    _, checkpoint, _ = _run(spec, mode, rows, checkpoint, buffer, ())
+    return checkpoint
+
+
+def recurrent_step(
+    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
+) -> tuple[jax.Array, jax.Array]:
+    """As `kernels.recurrent_step`."""
+    shape = state.shape
+    flat = jax.new_ref(state.reshape(shape[0], -1, shape[3]))
+    output = conventional.launch(_problem(spec, shape[0], 1), flat, _tokens(inputs))
+    return output, jax.freeze(flat).reshape(shape)
+
+
+def _run(
+    spec: ReplaySpec,
+    mode: Mode,
+    rows: Any,
+    checkpoint: jax.Array,
+    buffer: InputBuffer,
+    tokens: tuple[jax.Array, ...],
+) -> tuple[Any, jax.Array, InputBuffer]:
+    shape = checkpoint.shape
+    problem = _problem(spec, shape[0], tokens[0].shape[1] if tokens else 0)
+    flat = jax.new_ref(checkpoint.reshape(shape[0], -1, shape[3]))
+    names = Ring._fields
+    refs = jax.tree.map(jax.new_ref, Ring(*(getattr(buffer, name) for name in names)))
+    output = fused_step.launch(problem, mode, flat, refs, Rows(*rows), tokens)
+    ring = jax.tree.map(jax.freeze, refs)
+    buffer = dataclasses.replace(buffer, **ring._asdict())
+    return output, jax.freeze(flat).reshape(shape), buffer
+
+
+def _tokens(inputs: TokenInputs) -> tuple[jax.Array, ...]:
+    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
+
+
+def _mode(implementation: str, **kwargs: bool) -> Mode:
+    interpret = implementation == "mosaic_gpu_interpret"
+    wgmma = not interpret and dispatch.target_is_hopper()
+    return Mode(interpret=interpret, wgmma=wgmma, **kwargs)
+
+
+def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
+    return Problem(
+        batch=batch_size,
+        num_heads=spec.num_heads,
+        num_groups=spec.num_groups,
+        value_dim=spec.value_dim,
+        key_dim=spec.key_dim,
+        capacity=spec.capacity,
+        window=spec.window,
+        num_tokens=num_tokens,
+        delta=spec.rule == "delta",
+        channel=spec.decay == "channel",
+        key_dtype=spec.key_dtype,
+        value_dtype=spec.value_dtype,
+    )

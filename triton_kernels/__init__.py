@@ -1,0 +1,1 @@
+"""Triton kernels of ReplaySSM decoding for CUDA GPUs of compute capability 8.0 and newer."""

@@ -1,0 +1,56 @@
+"""How a problem is cut into programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Elements of a state tile that a thread holds.
+REGISTERS = 64
+# Consecutive key channels that threads of a warp read: 128 bytes.
+LANES = 32
+# Programs below which a device is not filled: two for each of about 132 multiprocessors.
+FILLED = 256
+
+
+class Config(NamedTuple):
+    """A program has `rows` state rows of one head of one batch row, and `num_warps` warps."""
+
+    rows: int
+    num_warps: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def channels(key_dim: int) -> tuple[int, int]:
+    """Key channels of a tile as two powers of two (C, L), the inner one lies over threads."""
+    lanes = min(LANES, next_power_of_2(key_dim))
+    return next_power_of_2(-(-key_dim // lanes)), lanes
+
+
+def choose(heads: int, value_dim: int, key_dim: int) -> Config:
+    """The cut for `heads` heads of all batch rows: fixed by shapes, never by timing.
+
+    Tiles are as large as registers allow, unless more of them waste less or fill the device. A
+    program has a thread for each key channel or more, see `fused_step._vector`.
+    """
+    c, lanes = channels(key_dim)
+    num_warps = max(4, c * lanes // 32)
+    rows = min(REGISTERS * 32 * num_warps // (c * lanes), next_power_of_2(value_dim))
+    while rows > 16:
+        waste = -value_dim % rows / value_dim
+        if waste <= 0.25 and heads * -(-value_dim // rows) >= FILLED:
+            break
+        rows //= 2
+    return Config(rows, num_warps)
+
+
+def why_not(key_dim: int, num_tokens: int) -> str | None:
+    """Why there is no kernel for a problem; None where there is one."""
+    if key_dim > 256:
+        return f"key_dim must be at most 256, found {key_dim}"
+    if num_tokens > 16:
+        return f"at most 16 tokens at once, found {num_tokens}"
+    return None

@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.state import check_array, concrete
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,9 @@ class Span:
         """Place `num_tokens` tokens after `position` [B].
 
         Raises:
-          ValueError: both `lengths` and `valid`, or an array of the wrong shape.
+          TypeError: lengths that are no integers.
+          ValueError: both `lengths` and `valid`, an array of the wrong shape, or (where they are
+            known) lengths out of [0, T].
         """
         batch_size = position.shape[0]
         shape = (batch_size, num_tokens)
@@ -96,10 +100,11 @@ class Span:
             raise ValueError("pass lengths or valid, not both")
         steps = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), shape)
         if lengths is not None:
-            lengths = jnp.asarray(lengths, jnp.int32)
-            if lengths.shape != (batch_size,):
-                raise ValueError(f"lengths must have shape {(batch_size,)}, found {lengths.shape}")
-            lengths = jnp.clip(lengths, 0, num_tokens)
+            lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
+            known = concrete(lengths)
+            if known is not None and ((known < 0) | (known > num_tokens)).any():
+                raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
+            lengths = jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
         for name, mask in (("valid", valid), ("resets", resets)):
             if mask is not None and mask.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, found {mask.shape}")

@@ -293,6 +293,7 @@ def test_impossible_arguments_raise(model):
         (dict(lengths=[1, 1, 1]), "has its own lengths"),
         (dict(max_new_tokens=[1, 2]), "max_new_tokens must be an int or"),
         (dict(max_new_tokens=-1), "at least 0"),
+        (dict(max_new_tokens=0, capacity=0), "capacity must be at least 1, found 0"),
         (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
         (dict(stop_sequences=[[]]), "at least one token"),
         (dict(stop_sequences=[1, 2]), "stop_sequences must hold lists of tokens"),
@@ -313,6 +314,8 @@ def test_impossible_arguments_raise(model):
     with pytest.raises(ValueError, match="repetition penalty cannot start in the middle"):
         state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
         generate(model, PROMPTS, max_new_tokens=1, state=state, repetition_penalty=2.0)
+    with pytest.raises(ValueError, match="the state has 3 rows, the prompt 2"):
+        generate(model, [[], [1]], max_new_tokens=1, state=state)
     with pytest.raises(TypeError, match="unknown arguments"):
         next(stream(model, PROMPTS, max_new_tokens=2, beams=3))
 

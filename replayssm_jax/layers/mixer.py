@@ -124,7 +124,7 @@ class ReplayMixer(CachedLayer):
         state = cache.state
         if isinstance(state, ReplayState):
             # A windowed loop drops the drafts of idle rows from the ring: nothing may count them.
-            accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, state.pointer.pending)
+            accepted = jnp.clip(cache.progress.checked(accepted), 0, state.pointer.pending)
             state = commit(self.spec, state, accepted)
         return dataclasses.replace(super().commit(cache, accepted), state=state)
 

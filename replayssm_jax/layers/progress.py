@@ -43,9 +43,19 @@ class Progress:
 
     def commit(self, accepted: jax.Array | int) -> Progress:
         """Accept the first `accepted` drafts (int32 scalar or [B]), clipped to the pending ones."""
-        accepted = jnp.broadcast_to(jnp.asarray(accepted, jnp.int32), self.pending.shape)
+        accepted = jnp.broadcast_to(self.checked(accepted), self.pending.shape)
         accepted = jnp.clip(accepted, 0, self.pending)
         return Progress(self.position + accepted, jnp.zeros_like(self.pending))
+
+    def checked(self, accepted: jax.Array | int) -> jax.Array:
+        """Return `accepted` as an int32 scalar or [B].
+
+        Raises:
+          TypeError, ValueError: no integers, or another shape.
+        """
+        accepted = jnp.asarray(accepted)
+        shape = self.pending.shape[: accepted.ndim]
+        return check_array("accepted", accepted, shape, jnp.integer).astype(jnp.int32)
 
     def reset(self, where: jax.Array) -> Progress:
         """Empty the rows flagged in `where` [B] bool."""

@@ -30,7 +30,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.state import Pointer, check_array, concrete
+from replayssm_jax.state import Pointer, concrete
 
 
 class HybridLM(nnx.Module):
@@ -449,8 +449,7 @@ def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
 
 def _check_accepted(cache: HybridCache, accepted: jax.Array | int) -> jax.Array:
     """`accepted` as an int32 scalar or [B]."""
-    accepted, pending = jnp.asarray(accepted), cache.progress.pending
-    accepted = check_array("accepted", accepted, pending.shape[: accepted.ndim], jnp.integer)
+    accepted, pending = cache.progress.checked(accepted), cache.progress.pending
     if accepted.ndim and cache.pointer is not None and not cache.pointer.is_ragged:
         raise ValueError(
             "accepted of shape [B] needs a pointer for every row, found a scalar pointer: make "
@@ -462,7 +461,7 @@ def _check_accepted(cache: HybridCache, accepted: jax.Array | int) -> jax.Array:
             f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
             f"pending={most.tolist()}"
         )
-    return accepted.astype(jnp.int32)
+    return accepted
 
 
 def _check_end(cache: HybridCache, counts: jax.Array | int) -> None:

@@ -397,6 +397,16 @@ def test_the_length_that_pays():
     assert best[0] == 4 and best[1] == 0 and 0 < best[3] < 4
 
 
+def test_fewer_than_no_drafts_are_none():
+    script = jnp.ones((B, N), jnp.int32)
+    drafter = AdaptiveDrafter(Scripted(script, -2 * script))
+    state = drafter.start(module.as_prompt(PROMPTS), 8)
+    drafts, state = drafter.propose(state, None)
+    np.testing.assert_array_equal(drafts.lengths, [0] * B)
+    state = drafter.observe(state, jnp.ones((B, 4), jnp.int32), jnp.ones(B, jnp.int32))
+    np.testing.assert_array_equal(state.tested, [0] * B)
+
+
 def jit_drafts(model):
     """tokens -> the three greedy tokens after them, each from a full forward."""
 

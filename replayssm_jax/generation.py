@@ -142,6 +142,8 @@ def start(
             f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
         )
     limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
+    if cache_size is not None:
+        check_int("cache_size", cache_size)
     if state is None:
         state = _init(
             model,

@@ -132,6 +132,7 @@ def speculative_generate(
         state whose rows move together or cannot roll back; drafts of wrong shapes or dtypes.
     """
     most = model.config.max_tokens
+    _check_drafter(drafter)
     if drafter.num_drafts >= most:
         raise ValueError(
             f"{drafter.num_drafts} drafts need a model with max_tokens={drafter.num_drafts + 1}, "
@@ -188,6 +189,21 @@ def speculative_generate(
         proposed=loop.proposed,
         accepted=loop.accepted,
     )
+
+
+def _check_drafter(drafter: Drafter) -> None:
+    wanted = ("num_drafts", "start", "propose", "observe")
+    missing = [name for name in wanted if not hasattr(drafter, name)]
+    if missing or isinstance(drafter, type):
+        raise TypeError(
+            f"drafter must be a drafter such as NGramDrafter(), found {drafter!r}"
+            + (f" without {', '.join(missing)}" if missing else "")
+        )
+    if jax.tree_util.all_leaves([drafter]):
+        raise TypeError(
+            f"drafter must be a pytree, found {drafter!r}: register its class, with "
+            "jax.tree_util.register_static where it holds no arrays"
+        )
 
 
 def _unstacked(tree: Any) -> Any:

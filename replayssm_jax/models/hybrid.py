@@ -162,7 +162,8 @@ class HybridLM(nnx.Module):
             and head with keys of its own.
 
         Raises:
-          ValueError: a rounding_key for states that are not rounded.
+          TypeError, ValueError: a rounding_key that is not one key, or for states that are not
+            rounded.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, found {batch_size}")
@@ -181,7 +182,7 @@ class HybridLM(nnx.Module):
                     "rounding_key needs a replay layer with a low-precision state_dtype, and no "
                     f"snapshots, found state_dtype={self.config.state_dtype!r}, decode={decode!r}"
                 )
-            layers = give_rounding_keys(layers, rounding_key)
+            layers = give_rounding_keys(layers, jnp.asarray(rounding_key))
         cache = HybridCache(tuple(layers), pointer, Progress.zeros(batch_size))
         if self.mesh_axes is None:
             return cache

@@ -639,6 +639,18 @@ def test_impossible_arguments_raise():
         speculative_generate(model, PROMPTS, wide, max_new_tokens=2)
     with pytest.raises(ValueError, match="num_heads must be at least 1, found 0"):
         MTPHeads(8, num_heads=0, rngs=nnx.Rngs(0))
+    for drafter, message in [
+        (None, "found None without num_drafts, start, propose, observe"),
+        (NGramDrafter, r"such as NGramDrafter\(\), found <class"),
+        (
+            type(
+                "Mine", (), vars(NGramDrafter()) | dict.fromkeys(("start", "propose", "observe"))
+            )(),
+            "must be a pytree, found .*: register its class",
+        ),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            speculative_generate(model, PROMPTS, drafter, max_new_tokens=2)
     together = GenerateState(model.init_cache(B, 64, ragged=False), jnp.zeros((B, V)))
     with pytest.raises(ValueError, match="state must have a pointer for every row"):
         speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, state=together)

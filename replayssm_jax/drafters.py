@@ -400,7 +400,7 @@ class AdaptiveDrafter:
     def propose(self, state: AdaptiveState, turn: Turn) -> tuple[Drafts, AdaptiveState]:
         """Propose the first of the other drafter's drafts."""
         drafts, inner = self.drafter.propose(state.inner, turn)
-        lengths = jnp.minimum(drafts.lengths, self.best_length(state))
+        lengths = jnp.clip(drafts.lengths, 0, self.best_length(state))
         return drafts._replace(lengths=lengths), state._replace(inner=inner, proposed=lengths)
 
     def best_length(self, state: AdaptiveState) -> jax.Array:

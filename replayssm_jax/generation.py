@@ -16,7 +16,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import Prompt, bucket, known
 from replayssm_jax.sampling import Sampling, row_keys
-from replayssm_jax.spec import round_up
+from replayssm_jax.spec import check_int, round_up
 from replayssm_jax.stopping import StopReason, Stops
 
 
@@ -91,6 +91,8 @@ class Carry(NamedTuple):
 
 def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
     """Columns to return, and to compile for."""
+    if capacity is not None:
+        check_int("capacity", capacity)
     if isinstance(max_new_tokens, jax.core.Tracer):
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
@@ -140,6 +142,8 @@ def start(
             f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
         )
     limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
+    if cache_size is not None:
+        check_int("cache_size", cache_size)
     if state is None:
         state = _init(
             model,
@@ -150,6 +154,11 @@ def start(
             penalised=sampling.repetition_penalty is not None,
             unstack=unstack,
             rounding_key=rounding_key,
+        )
+    elif state.logits.shape[0] != batch_size:
+        raise ValueError(
+            f"the state has {state.logits.shape[0]} rows, the prompt {batch_size}: a row with "
+            "nothing to add is an empty list"
         )
     elif rounding_key is not None:
         raise ValueError("rounding_key goes with new states: the given state has its own or none")

@@ -75,10 +75,14 @@ def verify_snapshots(
       snapshots.
 
     Raises:
-      TypeError, ValueError: wrong dtypes or shapes, T above `max_tokens`, an implementation that
-        cannot run.
+      TypeError, ValueError: wrong dtypes or shapes, T above `max_tokens`, snapshots made with
+        another, an implementation that cannot run.
     """
-    num_tokens = inputs.v.shape[1]
+    num_tokens, slots = inputs.v.shape[1], snapshots.states.shape[1]
+    if slots != spec.max_tokens + 1:
+        raise ValueError(
+            f"max_tokens={spec.max_tokens} needs {spec.max_tokens + 1} states a row, found {slots}"
+        )
     if not 1 <= num_tokens <= spec.max_tokens:
         raise ValueError(
             f"T must be between 1 and max_tokens={spec.max_tokens}, found T={num_tokens}"

@@ -20,10 +20,11 @@ from replayssm_jax.generation import (
     start,
     widths,
 )
-from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.models.hybrid import HybridLM, check_rolls_back
 from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import Prompt, as_prompt
 from replayssm_jax.sampling import Draw, Sampling, draw, draw_from, score, shape_logits
+from replayssm_jax.state import check_array
 from replayssm_jax.stopping import StopReason
 
 # Folded into a row's key, beside the tag of drafters: positions are smaller.
@@ -128,9 +129,10 @@ def speculative_generate(
 
     Raises:
       TypeError, ValueError: as `generate`; more drafts than the model's `max_tokens` allow; a
-        state whose rows move together.
+        state whose rows move together or cannot roll back; drafts of wrong shapes or dtypes.
     """
     most = model.config.max_tokens
+    _check_drafter(drafter)
     if drafter.num_drafts >= most:
         raise ValueError(
             f"{drafter.num_drafts} drafts need a model with max_tokens={drafter.num_drafts + 1}, "
@@ -142,9 +144,12 @@ def speculative_generate(
         return SpeculativeOutput(
             **vars(empty), proposed=empty.lengths, accepted=jnp.zeros_like(empty.lengths)
         )
-    pointer = None if state is None else state.cache.pointer
-    if pointer is not None and not pointer.is_ragged:
-        raise ValueError("state must have a pointer for every row: make its cache with ragged=True")
+    if state is not None:
+        check_rolls_back(state.cache)
+        if state.cache.pointer is not None and not state.cache.pointer.is_ragged:
+            raise ValueError(
+                "state must have a pointer for every row: make its cache with ragged=True"
+            )
     prompt = as_prompt(
         prompt,
         lengths=lengths,
@@ -153,6 +158,8 @@ def speculative_generate(
         continues=state is not None,
         vocab_size=model.config.vocab_size,
     )
+    # Before a state is donated: what the drafter refuses must not cost it.
+    drafting = _start_drafting(drafter, prompt, capacity, unstack)
     control, rows = start(
         model,
         prompt,
@@ -170,7 +177,6 @@ def speculative_generate(
         rounding_key=rounding_key,
         keeps_hidden=reads_hidden(drafter),
     )
-    drafting = _start_drafting(drafter, prompt, capacity, unstack)
     loop = _speculate(model, drafter, rows, drafting, control, unstack)
     rows = loop.rows
     return SpeculativeOutput(
@@ -183,6 +189,21 @@ def speculative_generate(
         proposed=loop.proposed,
         accepted=loop.accepted,
     )
+
+
+def _check_drafter(drafter: Drafter) -> None:
+    wanted = ("num_drafts", "start", "propose", "observe")
+    missing = [name for name in wanted if not hasattr(drafter, name)]
+    if missing or isinstance(drafter, type):
+        raise TypeError(
+            f"drafter must be a drafter such as NGramDrafter(), found {drafter!r}"
+            + (f" without {', '.join(missing)}" if missing else "")
+        )
+    if jax.tree_util.all_leaves([drafter]):
+        raise TypeError(
+            f"drafter must be a pytree, found {drafter!r}: register its class, with "
+            "jax.tree_util.register_static where it holds no arrays"
+        )
 
 
 def _unstacked(tree: Any) -> Any:
@@ -234,6 +255,7 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
     left = room(control, state.cache, rows.counts, capacity)
     turn = Turn(drawn.token, position, live, control.sampling, control.keys, state.hidden)
     drafts, drafting = drafter.propose(loop.drafting, turn)
+    drafts = _checked(drafts, num_drafts, model.config.vocab_size, drawn.token)
     # What is no token would put NaN into KV caches, where a mask does not stop it.
     real = (drafts.tokens >= 0) & (drafts.tokens < model.config.vocab_size)
     proposed = jnp.minimum(drafts.lengths, _leading(real))
@@ -301,6 +323,21 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
         loop.proposed + proposed,
         loop.accepted + jnp.maximum(kept - 1, 0),
     )
+
+
+def _checked(drafts: Drafts, num_drafts: int, vocab_size: int, token: jax.Array) -> Drafts:
+    """The drafts in their dtypes, with clear errors for what a drafter may get wrong."""
+    shape = (token.shape[0], num_drafts)
+    tokens = check_array("Drafts.tokens", drafts.tokens, shape, jnp.integer)
+    lengths = check_array("Drafts.lengths", drafts.lengths, shape[:1], jnp.integer)
+    logits = drafts.logits
+    if logits is not None:
+        try:
+            logits = check_array("Drafts.logits", logits, (*shape, vocab_size), jnp.floating)
+        except ValueError as error:
+            raise ValueError(f"{error}: does the drafter have the target's vocabulary?") from None
+        logits = logits.astype(jnp.float32)
+    return Drafts(tokens.astype(jnp.int32), lengths.astype(jnp.int32), logits)
 
 
 def judge(

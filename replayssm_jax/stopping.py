@@ -52,12 +52,13 @@ class Stops:
           sequences: None, token sequences, or an array [Q, L] right-aligned and padded with -1.
 
         Raises:
+          TypeError: tokens that are no integers.
           ValueError: wrong shapes, or an empty sequence.
         """
         if isinstance(tokens, list | tuple) and tokens and np.ndim(tokens[0]):
             tokens = _padded(tokens, "stop_tokens")
         if tokens is not None:
-            tokens = jnp.atleast_1d(jnp.asarray(tokens, jnp.int32))
+            tokens = _integers(tokens, "stop_tokens")
             if tokens.ndim > 2 or (tokens.ndim == 2 and tokens.shape[0] != batch_size):
                 raise ValueError(
                     f"stop_tokens must be [S] or [{batch_size}, S], found {tokens.shape}"
@@ -69,6 +70,10 @@ class Stops:
             if not all(len(s) for s in sequences):
                 raise ValueError("a stop sequence must hold at least one token, found an empty one")
             sequences = padded
+        if sequences is not None:
+            sequences = _integers(sequences, "stop_sequences")
+            if sequences.ndim != 2:
+                raise ValueError(f"stop_sequences must be [Q, L], found {sequences.shape}")
         return cls(tokens, sequences)
 
     def reason(self, tokens: jax.Array, index: jax.Array) -> jax.Array:
@@ -97,10 +102,18 @@ class Stops:
         return reason
 
 
+def _integers(tokens: Any, name: str) -> jax.Array:
+    """`tokens` as int32, at least [S]."""
+    tokens = jnp.atleast_1d(jnp.asarray(tokens))
+    if tokens.size and not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{name} must hold integer tokens, found {tokens.dtype.name}")
+    return tokens.astype(jnp.int32)
+
+
 def _padded(rows: Sequence[Any], name: str) -> jax.Array:
     """[n, L] int32, lists of tokens right-aligned and padded with -1."""
     if any(np.ndim(row) != 1 for row in rows):
         raise ValueError(f"{name} must hold lists of tokens, found {rows!r}")
     width = max(len(row) for row in rows)
-    padded = [[-1] * (width - len(row)) + [int(token) for token in row] for row in rows]
-    return jnp.asarray(np.array(padded, np.int32))
+    padded = [[-1] * (width - len(row)) + [*row] for row in rows]
+    return _integers(np.array(padded), name)

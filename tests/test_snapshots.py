@@ -83,3 +83,6 @@ def test_impossible_arguments_raise():
         verify_snapshots(
             spec, Snapshots.zeros(spec, B), random_inputs(spec, B, 3), jnp.zeros(B, jnp.int32)
         )
+    other = Snapshots.zeros(make_spec("kda", max_tokens=1), B)
+    with pytest.raises(ValueError, match="max_tokens=2 needs 3 states a row, found 2"):
+        verify_snapshots(spec, other, random_inputs(spec, B, 2), jnp.zeros(B, jnp.int32))

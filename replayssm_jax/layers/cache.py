@@ -93,6 +93,15 @@ def detach(caches: T) -> tuple[T, Pointer | None]:
 def give_rounding_keys(caches: T, key: jax.Array) -> T:
     """Have every mixer cache in `caches` round its state stochastically, with keys of its own."""
     found = 0
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.ndim == 0 or key.dtype != jnp.uint32:
+            raise TypeError(
+                "rounding_key must be a key such as jax.random.key(0), found "
+                f"{key.dtype.name} of shape {key.shape}"
+            )
+        key = jax.random.wrap_key_data(key)
+    if key.shape != ():
+        raise ValueError(f"rounding_key must be one key, found keys of shape {key.shape}")
 
     def give(cache: Any) -> Any:
         nonlocal found

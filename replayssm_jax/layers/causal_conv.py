@@ -111,6 +111,11 @@ class CausalConv(CachedLayer):
             raise ValueError(
                 f"T must be at most max_tokens={self.max_tokens}, found T={x.shape[1]}"
             )
+        if history is not None and history.shape[1] != self.capacity:
+            raise ValueError(
+                f"the history must hold kernel_size - 1 + max_tokens = {self.capacity} inputs, "
+                f"found {history.shape[1]}: was the cache made with another max_tokens?"
+            )
         x = x.astype(self.dtype)
         if span.valid is None:
             y, history = self._convolve_front(x, history, span, span.segments)

@@ -123,8 +123,9 @@ class ReplayMixer(CachedLayer):
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
         state = cache.state
         if isinstance(state, ReplayState):
+            assert cache.progress is not None
             # A windowed loop drops the drafts of idle rows from the ring: nothing may count them.
-            accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, state.pointer.pending)
+            accepted = jnp.clip(cache.progress.checked(accepted), 0, state.pointer.pending)
             state = commit(self.spec, state, accepted)
         return dataclasses.replace(super().commit(cache, accepted), state=state)
 

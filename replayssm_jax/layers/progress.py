@@ -7,6 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.state import check_array, concrete
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,19 @@ class Progress:
 
     def commit(self, accepted: jax.Array | int) -> Progress:
         """Accept the first `accepted` drafts (int32 scalar or [B]), clipped to the pending ones."""
-        accepted = jnp.broadcast_to(jnp.asarray(accepted, jnp.int32), self.pending.shape)
+        accepted = jnp.broadcast_to(self.checked(accepted), self.pending.shape)
         accepted = jnp.clip(accepted, 0, self.pending)
         return Progress(self.position + accepted, jnp.zeros_like(self.pending))
+
+    def checked(self, accepted: jax.Array | int) -> jax.Array:
+        """Return `accepted` as an int32 scalar or [B].
+
+        Raises:
+          TypeError, ValueError: no integers, or another shape.
+        """
+        accepted = jnp.asarray(accepted)
+        shape = self.pending.shape[: accepted.ndim]
+        return check_array("accepted", accepted, shape, jnp.integer).astype(jnp.int32)
 
     def reset(self, where: jax.Array) -> Progress:
         """Empty the rows flagged in `where` [B] bool."""
@@ -88,7 +100,9 @@ class Span:
         """Place `num_tokens` tokens after `position` [B].
 
         Raises:
-          ValueError: both `lengths` and `valid`, or an array of the wrong shape.
+          TypeError: lengths that are no integers.
+          ValueError: both `lengths` and `valid`, an array of the wrong shape, or (where they are
+            known) lengths out of [0, T].
         """
         batch_size = position.shape[0]
         shape = (batch_size, num_tokens)
@@ -96,10 +110,11 @@ class Span:
             raise ValueError("pass lengths or valid, not both")
         steps = jnp.broadcast_to(jnp.arange(num_tokens, dtype=jnp.int32), shape)
         if lengths is not None:
-            lengths = jnp.asarray(lengths, jnp.int32)
-            if lengths.shape != (batch_size,):
-                raise ValueError(f"lengths must have shape {(batch_size,)}, found {lengths.shape}")
-            lengths = jnp.clip(lengths, 0, num_tokens)
+            lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
+            known = concrete(lengths)
+            if known is not None and ((known < 0) | (known > num_tokens)).any():
+                raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
+            lengths = jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
         for name, mask in (("valid", valid), ("resets", resets)):
             if mask is not None and mask.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, found {mask.shape}")

@@ -162,7 +162,8 @@ class HybridLM(nnx.Module):
             and head with keys of its own.
 
         Raises:
-          ValueError: a rounding_key for states that are not rounded.
+          TypeError, ValueError: a rounding_key that is not one key, or for states that are not
+            rounded.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, found {batch_size}")
@@ -181,7 +182,7 @@ class HybridLM(nnx.Module):
                     "rounding_key needs a replay layer with a low-precision state_dtype, and no "
                     f"snapshots, found state_dtype={self.config.state_dtype!r}, decode={decode!r}"
                 )
-            layers = give_rounding_keys(layers, rounding_key)
+            layers = give_rounding_keys(layers, jnp.asarray(rounding_key))
         cache = HybridCache(tuple(layers), pointer, Progress.zeros(batch_size))
         if self.mesh_axes is None:
             return cache
@@ -305,11 +306,7 @@ class HybridLM(nnx.Module):
     ) -> tuple[jax.Array, HybridCache]:
         """As `verify`, with hidden states [B, T, d_model] in place of logits."""
         _check_tokens(tokens, cache)
-        if not cache.rolls_back:
-            raise ValueError(
-                "conventional decoding cannot roll back drafts: make the cache with "
-                'decode="replay" or "snapshot"'
-            )
+        check_rolls_back(cache)
         if not 1 <= tokens.shape[1] <= self.config.max_tokens:
             raise ValueError(
                 f"T must be between 1 and max_tokens={self.config.max_tokens}, found "
@@ -324,14 +321,16 @@ class HybridLM(nnx.Module):
         Here, and nowhere else, replay rings, convolution rings and KV caches move together.
 
         Raises:
-          ValueError: where the values are known, more than are pending, as in a second commit;
-            otherwise the count is clipped, and a second commit changes nothing.
+          TypeError: counts that are no integers.
+          ValueError: a wrong shape, [B] where all rows move together, and (where the values are
+            known) more than are pending, as in a second commit; otherwise the count is clipped,
+            and a second commit changes nothing.
         """
-        _check_accepted(accepted, cache.progress.pending)
+        accepted = _check_accepted(cache, accepted)
         pointer = cache.pointer
         if pointer is not None:
             # A windowed loop drops the drafts of idle rows from the rings: nothing may count them.
-            accepted = jnp.clip(jnp.asarray(accepted, jnp.int32), 0, pointer.pending)
+            accepted = jnp.clip(accepted, 0, pointer.pending)
             pending = jnp.zeros_like(pointer.pending)
             pointer = dataclasses.replace(
                 pointer, length=pointer.length + accepted, pending=pending
@@ -429,6 +428,15 @@ class HybridLM(nnx.Module):
         return run(params, x)
 
 
+def check_rolls_back(cache: HybridCache) -> None:
+    """Raise ValueError where a layer of the cache holds a recurrent state alone."""
+    if not cache.rolls_back:
+        raise ValueError(
+            "conventional decoding cannot roll back drafts: make the cache with "
+            'decode="replay" or "snapshot"'
+        )
+
+
 def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
     if tokens.ndim != 2:
         raise ValueError(f"tokens must have shape [B, T], found {tokens.shape}")
@@ -440,13 +448,21 @@ def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
         )
 
 
-def _check_accepted(accepted: jax.Array | int, pending: jax.Array) -> None:
-    known, most = concrete(jnp.asarray(accepted)), concrete(pending)
+def _check_accepted(cache: HybridCache, accepted: jax.Array | int) -> jax.Array:
+    """`accepted` as an int32 scalar or [B]."""
+    accepted, pending = cache.progress.checked(accepted), cache.progress.pending
+    if accepted.ndim and cache.pointer is not None and not cache.pointer.is_ragged:
+        raise ValueError(
+            "accepted of shape [B] needs a pointer for every row, found a scalar pointer: make "
+            "the cache with ragged=True"
+        )
+    known, most = concrete(accepted), concrete(pending)
     if known is not None and most is not None and ((known < 0) | (known > most)).any():
         raise ValueError(
             f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
             f"pending={most.tolist()}"
         )
+    return accepted
 
 
 def _check_end(cache: HybridCache, counts: jax.Array | int) -> None:

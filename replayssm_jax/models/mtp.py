@@ -11,6 +11,7 @@ from flax import nnx
 from replayssm_jax.layers import MLP, RMSNorm
 from replayssm_jax.layers.activations import default_kernel_init
 from replayssm_jax.models.hybrid import HybridLM
+from replayssm_jax.spec import check_int
 
 
 class MTPHead(nnx.Module):
@@ -118,7 +119,15 @@ class MTPHeads(nnx.Module):
 
         Returns:
           [..., d_model], which `model.logits` maps to the logits of the token after `tokens`.
+
+        Raises:
+          ValueError: a target of another width.
         """
+        if hidden.shape[-1] != self.d_model or model.config.d_model != self.d_model:
+            raise ValueError(
+                f"the heads need a target with d_model={self.d_model}, found a model with "
+                f"d_model={model.config.d_model} and hidden states of {hidden.shape[-1]}"
+            )
         head = self.heads[min(depth, len(self.heads) - 1)]
         return head(hidden, model.embeddings(tokens)).astype(hidden.dtype)
 
@@ -139,7 +148,11 @@ def distillation_loss(
 
     Returns:
       float32 scalar, in nats.
+
+    Raises:
+      TypeError, ValueError: `num_drafts` below 1, text that is too short, heads of another width.
     """
+    check_int("num_drafts", num_drafts)
     width = tokens.shape[1]
     if width < num_drafts + 2:
         raise ValueError(f"{num_drafts} drafts need T >= {num_drafts + 2}, found T={width}")

@@ -293,12 +293,18 @@ def test_impossible_arguments_raise(model):
         (dict(lengths=[1, 1, 1]), "has its own lengths"),
         (dict(max_new_tokens=[1, 2]), "max_new_tokens must be an int or"),
         (dict(max_new_tokens=-1), "at least 0"),
+        (dict(max_new_tokens=0, capacity=0), "capacity must be at least 1, found 0"),
         (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
         (dict(stop_sequences=[[]]), "at least one token"),
         (dict(stop_sequences=[1, 2]), "stop_sequences must hold lists of tokens"),
+        (dict(stop_sequences=jnp.array([1, 2])), r"must be \[Q, L\], found \(2,\)"),
+        (dict(cache_size=0), "cache_size must be at least 1, found 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             generate(model, PROMPTS, **{"max_new_tokens": 2, **options})
+    for options in (dict(stop_tokens=[1.5]), dict(stop_sequences=[[1.5]])):
+        with pytest.raises(TypeError, match=r"stop_.* must hold integer tokens, found float"):
+            generate(model, PROMPTS, max_new_tokens=2, **options)
     with pytest.raises(ValueError, match=r"prompt must have shape \[B, T\]"):
         generate(model, np.zeros(3, np.int32), max_new_tokens=2)
     for prompt in (np.zeros((3, 2), np.float32), [[1.0, 2.0]]):
@@ -313,6 +319,8 @@ def test_impossible_arguments_raise(model):
     with pytest.raises(ValueError, match="repetition penalty cannot start in the middle"):
         state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
         generate(model, PROMPTS, max_new_tokens=1, state=state, repetition_penalty=2.0)
+    with pytest.raises(ValueError, match="the state has 3 rows, the prompt 2"):
+        generate(model, [[], [1]], max_new_tokens=1, state=state)
     with pytest.raises(TypeError, match="unknown arguments"):
         next(stream(model, PROMPTS, max_new_tokens=2, beams=3))
 

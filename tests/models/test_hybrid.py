@@ -476,3 +476,26 @@ def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
     more = commit(model, drafted, jnp.full(B, 9, jnp.int32))
     chex.assert_trees_all_equal(more.progress, once.progress)
     chex.assert_trees_all_equal(more.pointer, once.pointer)
+    with pytest.raises(TypeError, match="accepted must be integer, found float32"):
+        model.commit(drafted, 1.5)
+    with pytest.raises(ValueError, match=r"accepted must have shape \(3,\), found \(1,\)"):
+        model.commit(drafted, jnp.array([2]))
+    with pytest.raises(ValueError, match=r"lengths must lie in \[0, 2\], found \[0, 0, 3\]"):
+        model.verify(tokens[:, :2], full, lengths=jnp.array([0, 0, 3]))
+    with pytest.raises(TypeError, match="lengths must be integer, found float32"):
+        model.verify(tokens[:, :2], full, lengths=jnp.ones(B))
+
+
+def test_rows_that_move_together_are_not_committed_apart():
+    model = make_model("mamba2")
+    _, drafted = verify(model, random_tokens(B, 4), model.init_cache(B, SIZE, ragged=False))
+    for call in (model.commit, functools.partial(commit, model)):
+        with pytest.raises(ValueError, match="a pointer for every row, found a scalar pointer"):
+            call(drafted, jnp.array([1, 2, 3]))
+    np.testing.assert_array_equal(commit(model, drafted, 2).progress.position, [2] * B)
+
+
+def test_a_cache_of_another_max_tokens_raises():
+    wide, narrow = make_model("mamba2"), make_model("mamba2", max_tokens=1)
+    with pytest.raises(ValueError, match="= 7 inputs, found 4: was the cache made with another"):
+        wide.verify(random_tokens(B, 2), narrow.init_cache(B, SIZE))

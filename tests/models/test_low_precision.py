@@ -127,6 +127,16 @@ def test_every_layer_row_and_head_has_its_own_keys():
             assert len(found) == 3 * B * 4
     with pytest.raises(ValueError, match="needs a replay layer with a low-precision state_dtype"):
         model_with().init_cache(B, SIZE, rounding_key=jax.random.key(0))
+    model = model_with(state_dtype="bfloat16")
+    with pytest.raises(TypeError, match=r"a key such as jax.random.key\(0\), found int32 of shape"):
+        model.init_cache(B, SIZE, rounding_key=3)
+    with pytest.raises(ValueError, match=r"one key, found keys of shape \(2,\)"):
+        model.init_cache(B, SIZE, rounding_key=jax.random.split(jax.random.key(0)))
+    caches = [
+        model.init_cache(B, SIZE, rounding_key=key)
+        for key in (jax.random.PRNGKey(5), jax.random.key(5))
+    ]
+    np.testing.assert_array_equal(*map(key_data, caches))
 
 
 def test_generate_and_speculate():

@@ -397,6 +397,16 @@ def test_the_length_that_pays():
     assert best[0] == 4 and best[1] == 0 and 0 < best[3] < 4
 
 
+def test_fewer_than_no_drafts_are_none():
+    script = jnp.ones((B, N), jnp.int32)
+    drafter = AdaptiveDrafter(Scripted(script, -2 * script))
+    state = drafter.start(module.as_prompt(PROMPTS), 8)
+    drafts, state = drafter.propose(state, None)
+    np.testing.assert_array_equal(drafts.lengths, [0] * B)
+    state = drafter.observe(state, jnp.ones((B, 4), jnp.int32), jnp.ones(B, jnp.int32))
+    np.testing.assert_array_equal(state.tested, [0] * B)
+
+
 def jit_drafts(model):
     """tokens -> the three greedy tokens after them, each from a full forward."""
 
@@ -629,9 +639,91 @@ def test_impossible_arguments_raise():
         speculative_generate(model, PROMPTS, wide, max_new_tokens=2)
     with pytest.raises(ValueError, match="num_heads must be at least 1, found 0"):
         MTPHeads(8, num_heads=0, rngs=nnx.Rngs(0))
+    for drafter, message in [
+        (None, "found None without num_drafts, start, propose, observe"),
+        (NGramDrafter, r"such as NGramDrafter\(\), found <class"),
+        (
+            type(
+                "Mine", (), vars(NGramDrafter()) | dict.fromkeys(("start", "propose", "observe"))
+            )(),
+            "must be a pytree, found .*: register its class",
+        ),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            speculative_generate(model, PROMPTS, drafter, max_new_tokens=2)
     together = GenerateState(model.init_cache(B, 64, ragged=False), jnp.zeros((B, V)))
     with pytest.raises(ValueError, match="state must have a pointer for every row"):
         speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, state=together)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            dict(tokens=(B, 2)),
+            ValueError,
+            r"Drafts.tokens must have shape \(3, 3\), found \(3, 2\)",
+        ),
+        (
+            dict(lengths=(B, 1)),
+            ValueError,
+            r"Drafts.lengths must have shape \(3,\), found \(3, 1\)",
+        ),
+        (dict(logits=(B, 3, 7)), ValueError, "found .* does the drafter have the target's vocab"),
+        (dict(dtype=jnp.float32), TypeError, "Drafts.tokens must be integer, found float32"),
+    ],
+)
+def test_drafts_of_wrong_shapes_or_dtypes_raise(options, error, message):
+    @jax.tree_util.register_static
+    class Wrong(Scripted):
+        def __init__(self):
+            pass
+
+        def start(self, prompt, capacity):
+            return ()
+
+        def propose(self, state, turn):
+            tokens = jnp.ones(options.get("tokens", (B, 3)), options.get("dtype", jnp.int32))
+            lengths = jnp.ones(options.get("lengths", (B,)), jnp.int32)
+            logits = jnp.zeros(options["logits"]) if "logits" in options else None
+            return Drafts(tokens, lengths, logits), state
+
+    model = make_model("gated_delta_net")
+    with pytest.raises(error, match=message):
+        speculative_generate(model, PROMPTS, Wrong(), max_new_tokens=N)
+
+
+def test_what_raises_does_not_cost_the_state():
+    """It is donated, but to a loop that runs."""
+    model, empty = make_model("gated_delta_net"), np.zeros((B, 0), np.int32)
+
+    def state(decode="replay"):
+        cache = model.init_cache(B, 64, decode=decode)
+        return GenerateState(cache, jnp.zeros((B, V)))
+
+    short = make_model("gated_delta_net", max_tokens=2)
+    heads = MTPDrafter(MTPHeads(8, rngs=nnx.Rngs(0)), model)
+    for held, drafter in [
+        (state(), ModelDrafter(short)),
+        (state(), heads),
+        (state("recurrent"), NGramDrafter()),
+    ]:
+        with pytest.raises(ValueError, match=r"max_tokens=4|d_model=8|cannot roll back"):
+            speculative_generate(model, empty, drafter, max_new_tokens=2, state=held)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+
+
+def test_heads_of_another_target_raise():
+    """Also where they fit the model that they were given."""
+    model = make_model("gated_delta_net")
+    heads = filled(lambda: MTPHeads(8, rngs=nnx.Rngs(0)), 0)
+    other = make_model("gated_delta_net", d_model=8)
+    with pytest.raises(ValueError, match=r"d_model=8, found .* hidden states of 16"):
+        speculative_generate(model, PROMPTS, MTPDrafter(heads, other), max_new_tokens=2)
+    with pytest.raises(ValueError, match="d_model=8, found a model with d_model=16"):
+        distillation_loss(heads, model, jnp.ones((1, 6), jnp.int32))
+    with pytest.raises(ValueError, match="num_drafts must be at least 1, found 0"):
+        distillation_loss(heads, other, jnp.ones((1, 6), jnp.int32), num_drafts=0)
 
 
 def test_it_is_reached_through_the_package():

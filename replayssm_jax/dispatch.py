@@ -104,7 +104,7 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
     if not _interpreting.get():
         kind = _target()
         if kind is None:
-            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+            return f"it needs an NVIDIA GPU, found platform {_default_device().platform!r}"
         if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
             return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
     return kernels.why_not("mosaic_gpu", spec, num_tokens)
@@ -123,7 +123,7 @@ def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | N
     else:
         kind, device = _target(), _gpu_at_hand()
         if kind is None:
-            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+            return f"it needs an NVIDIA GPU, found platform {_default_device().platform!r}"
         if device is None or device.device_kind != kind:
             return f"it compiles for the GPU at hand alone, and {kind!r} is none"
         if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
@@ -153,4 +153,13 @@ def _target() -> str | None:
 
 
 def _gpu_at_hand() -> Any:
-    return jax.devices()[0] if jax.default_backend() == "gpu" else None
+    device = _default_device()
+    return device if device.platform == "gpu" else None
+
+
+def _default_device() -> Any:
+    """Where arrays go that are on no device yet: `jax.default_device` may say the CPU."""
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):  # the name of a platform
+        return jax.devices(chosen)[0]
+    return chosen

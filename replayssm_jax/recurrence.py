@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import dispatch, precision
+from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import check_rounding_key
@@ -39,7 +40,8 @@ def recurrent_step(
       rounding_key: None, where a low-precision state is rounded to nearest even, or a key as in
         `init_state`: it is rounded stochastically. Give each step another one, such as
         `jax.random.fold_in(key, t)`.
-      implementation: as in `step`: the baseline is as well tuned as what is compared with it.
+      implementation: as in `step`: the baseline is as well tuned as what is compared with it. Only
+        "xla" is differentiable.
 
     Returns:
       The output [B, 1, H, P] in the dtype of `v`, and the new state.
@@ -55,6 +57,11 @@ def recurrent_step(
     if chosen != "xla":
         from replayssm_jax import kernels
 
+        state, inputs = not_differentiable(
+            (state, inputs),
+            'kernels have no derivative: pass implementation="xla" to recurrent_step, or train '
+            "through prefill",
+        )
         return kernels.recurrent_step(spec, state, inputs, implementation=chosen)
     output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)
     return output[:, None], state

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -184,3 +185,31 @@ def test_older_gpus_are_refused_by_name():
             one,
             device="NVIDIA A100-SXM4-80GB",
         )
+
+
+def test_a_device_that_is_named_counts(monkeypatch):
+    """On a machine with a GPU, `jax.default_device` may send what is compiled to the CPU."""
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    cpu, platforms = jax.devices("cpu")[0], {None: [gpu], "gpu": [gpu], "cpu": jax.devices("cpu")}
+    spec = LAYERS["kda"]
+    monkeypatch.setattr(jax, "devices", lambda name=None: platforms[name])
+    assert dispatch.resolve(None, spec, 1) == "mosaic_gpu"
+    for device in (cpu, "cpu"):
+        with jax.default_device(device):
+            assert dispatch.resolve(None, spec, 1) == "xla"
+            with pytest.raises(ValueError, match="needs an NVIDIA GPU, found platform 'cpu'"):
+                dispatch.resolve("mosaic_gpu", spec, 1)
+
+
+def test_a_conventional_step_by_a_kernel_is_not_differentiable():
+    spec = LAYERS["kda"]
+    state = jax.eval_shape(lambda: rs.init_state(spec, 2).checkpoint)
+    one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+
+    def loss(state, one, implementation=None):
+        return rs.recurrent_step(spec, state, one, implementation=implementation)[1].sum()
+
+    with pytest.raises(TypeError, match='kernels have no derivative: pass implementation="xla"'):
+        lowered(jax.grad(loss), state, one, device="NVIDIA H200")
+    by_xla = jax.grad(functools.partial(loss, implementation="xla"))
+    assert "mosaic_gpu" not in lowered(by_xla, state, one, device="NVIDIA H200")

@@ -113,8 +113,11 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
 def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | None:
     """Why the Triton kernels do not run; in Triton's interpreter they do by name alone."""
     from replayssm_jax import kernels
-    from triton_kernels import calls
 
+    try:
+        from triton_kernels import calls
+    except ImportError:  # OpenAI's kernels come under this name, too
+        return "the installed triton_kernels is another package of that name"
     if reason := _why_no_kernels():
         return reason
     if calls.interpreting():

@@ -136,3 +136,8 @@ def _check_state(spec: ReplaySpec, state: Any) -> None:
             f"{'Scaled ' if scaled else ''}{state.dtype.name}: make one with "
             "precision.encode(state, spec.state_dtype)"
         )
+    if scaled and (state.scale.shape, state.scale.dtype) != (state.shape[:-1], jnp.float32):
+        raise ValueError(
+            f"the scale of the recurrent state must be float32 of shape {state.shape[:-1]}, found "
+            f"{state.scale.dtype.name} of shape {state.scale.shape}"
+        )

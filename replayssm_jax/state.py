@@ -145,6 +145,11 @@ def init_state(
         )
     if layout not in (None, "vk", "kv"):
         raise ValueError(f'layout must be "vk" or "kv", found {layout!r}')
+    if isinstance(initial, precision.Scaled):
+        raise TypeError(
+            f"initial must be {spec.compute_dtype.name}, found Scaled {initial.dtype.name}: pass "
+            f"precision.decode(initial, jnp.{spec.compute_dtype.name})"
+        )
     if initial is not None:
         initial = jnp.asarray(initial)
         if initial.dtype != spec.compute_dtype:

@@ -631,6 +631,12 @@ def test_states_of_another_format_are_refused():
     zeros = jnp.zeros(spec.state_shape(1), jnp.float32)
     with pytest.raises(TypeError, match="must be int8, found float32: make one with precision"):
         rs.recurrent_step(rounded, zeros, inputs)
+    scaled = rs.init_state(rounded, 1).checkpoint
+    with pytest.raises(TypeError, match=r"found Scaled int8: pass precision.decode\(initial"):
+        rs.init_state(rounded, 1, scaled, layout="vk")
+    one_scale = dataclasses.replace(scaled, scale=scaled.scale[..., :1])
+    with pytest.raises(ValueError, match=r"must be float32 of shape .* found float32 of shape"):
+        rs.recurrent_step(rounded, one_scale, inputs)
 
 
 def test_rounding_keys_are_checked():

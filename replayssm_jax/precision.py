@@ -105,7 +105,7 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     """Store a state in a format.
 
     Finite values beyond the format's range become its largest number; what is not finite stays so,
-    see `Scaled`.
+    see `Scaled`. To nearest in 16 bits the derivative is that of a cast, otherwise it is zero.
 
     Args:
       x: [..., P, N], float32 or float64.
@@ -119,6 +119,8 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     if dtype not in FORMATS:
         return x.astype(dtype)
     top = largest(dtype)
+    if is_scaled(dtype) or keys is not None:
+        x = jax.lax.stop_gradient(x)  # or what there is of one, through the scales, would flow
     if not is_scaled(dtype):
         clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)
         return _round(clipped, dtype, keys)

@@ -116,6 +116,18 @@ def test_the_largest_scales_stay_finite(name):
                 assert_close(np.float64(found), [[[[top, -top]]]], 1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_pass_a_cast_or_not_at_all(name):
+    x = states((1, 1, 2, 3))
+
+    def total(x, keys):
+        return precision.decode(precision.encode(x, name, keys), jnp.float32).sum()
+
+    gradients = [jax.grad(total)(x, keys) for keys in (None, keys_for(x))]
+    passed = [0 if precision.is_scaled(name) else 1, 0]
+    chex.assert_trees_all_equal(gradients, [jnp.full_like(x, n) for n in passed])
+
+
 # Stochastic rounding
 
 

@@ -76,7 +76,10 @@ def verify(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
-    chosen = dispatch.resolve(implementation, spec, num_tokens, tree=parents is not None)
+    arrays = (state.checkpoint, inputs)
+    chosen = dispatch.resolve(
+        implementation, spec, num_tokens, arrays=arrays, tree=parents is not None
+    )
     lengths = check_lengths(state, lengths, num_tokens)
     if parents is not None:
         parents = check_parents(parents, (batch_size, num_tokens))
@@ -108,7 +111,7 @@ def step(
     """
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
-    chosen = dispatch.resolve(implementation, spec, 1)
+    chosen = dispatch.resolve(implementation, spec, 1, arrays=(state.checkpoint, inputs))
     check_gates(inputs.g, None)
     _check_phase(spec, state)
     return _step(spec, state, inputs, chosen)
@@ -179,7 +182,7 @@ def flush(
       TypeError, ValueError: wrong shapes or dtypes, `where` on a scalar pointer.
     """
     batch_size = check_state(spec, state)
-    chosen = dispatch.resolve(implementation, spec, 0)
+    chosen = dispatch.resolve(implementation, spec, 0, arrays=state.checkpoint)
     if where is not None:
         require_ragged(state, "where")
         where = check_array("where", where, (batch_size,), jnp.bool)

@@ -53,7 +53,7 @@ def recurrent_step(
     check_inputs(spec, inputs, state.shape[0], max_tokens=1)
     keys = check_rounding_key(spec, state.shape[0], rounding_key)
     spec = dataclasses.replace(spec, read_dtype=None)  # which a conventional step has no use for
-    chosen = dispatch.resolve(implementation, spec, 1)
+    chosen = dispatch.resolve(implementation, spec, 1, arrays=(state, inputs))
     if chosen != "xla":
         from replayssm_jax import kernels
 

@@ -187,18 +187,46 @@ def test_older_gpus_are_refused_by_name():
         )
 
 
-def test_a_device_that_is_named_counts(monkeypatch):
-    """On a machine with a GPU, `jax.default_device` may send what is compiled to the CPU."""
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """What decides sees an H200 as the first device of the machine."""
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
-    cpu, platforms = jax.devices("cpu")[0], {None: [gpu], "gpu": [gpu], "cpu": jax.devices("cpu")}
-    spec = LAYERS["kda"]
+    platforms = {None: [gpu], "gpu": [gpu], "cpu": jax.devices("cpu")}
     monkeypatch.setattr(jax, "devices", lambda name=None: platforms[name])
+
+
+def test_a_device_that_is_named_counts(beside_a_gpu):
+    """On a machine with a GPU, `jax.default_device` may send what is compiled to the CPU."""
+    spec = LAYERS["kda"]
     assert dispatch.resolve(None, spec, 1) == "mosaic_gpu"
-    for device in (cpu, "cpu"):
+    for device in (jax.devices("cpu")[0], "cpu"):
         with jax.default_device(device):
             assert dispatch.resolve(None, spec, 1) == "xla"
             with pytest.raises(ValueError, match="needs an NVIDIA GPU, found platform 'cpu'"):
                 dispatch.resolve("mosaic_gpu", spec, 1)
+
+
+@pytest.mark.skipif(jax.device_count("cpu") < 2, reason="needs two devices")
+def test_arrays_that_lie_on_a_mesh_are_seen(beside_a_gpu):
+    """Without `jax.set_mesh`, a state is often just put on a mesh."""
+    spec = make_spec("kda", value_dim=64, key_dim=32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    state, one = rs.init_state(spec, 2, ragged=True), random_inputs(spec, 2, 1)
+    placed = jax.device_put(state, rows)
+    by_kernel = {"implementation": "mosaic_gpu"}
+
+    def refused(f, *args):
+        with pytest.raises(ValueError, match=r"call it inside jax.shard_map"):
+            jax.eval_shape(functools.partial(f, spec, **by_kernel), *args)
+
+    for f in (rs.step, rs.verify):
+        refused(f, placed, one)
+        refused(f, state, jax.device_put(one, rows))
+    refused(rs.flush, placed)
+    refused(rs.recurrent_step, placed.checkpoint, one)
+    for arrays, chosen in ((state, "mosaic_gpu"), (placed, "xla")):
+        assert dispatch.resolve(None, spec, 1, arrays=arrays) == chosen
 
 
 def test_a_conventional_step_by_a_kernel_is_not_differentiable():

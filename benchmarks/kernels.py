@@ -28,6 +28,7 @@ from rich.console import Console
 
 import replayssm_jax as rs
 from replayssm_jax import dispatch
+from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 WINDOWS_TIMED = 4
@@ -53,43 +54,57 @@ def random_tokens(spec: rs.ReplaySpec, batch: int, tokens: int, seed: int) -> rs
     )
 
 
-def replay_step(spec: rs.ReplaySpec, implementation: str, tokens: int) -> Callable[..., Any]:
-    def step(state: rs.ReplayState, inputs: rs.TokenInputs) -> tuple[jax.Array, rs.ReplayState]:
+# A step of one layer: (shared, state, inputs) -> (output, shared, state). `shared` is what the
+# layers of a model have in common: a pointer, or how many tokens are committed.
+Step = Callable[[Any, Any, rs.TokenInputs], tuple[jax.Array, Any, Any]]
+
+
+def replay_step(spec: rs.ReplaySpec, implementation: str, accepted: int) -> Step:
+    """Verify, and accept as many tokens; layers may also have pointers of their own."""
+
+    def step(pointer: Any, state: Any, inputs: rs.TokenInputs) -> tuple[jax.Array, Any, Any]:
+        if pointer is not None:
+            state = dataclasses.replace(state, pointer=pointer)
         output, state = rs.verify(spec, state, inputs, implementation=implementation)
-        return output, rs.commit(spec, state, tokens)
+        state = rs.commit(spec, state, accepted)
+        if pointer is not None:
+            pointer, state = state.pointer, dataclasses.replace(state, pointer=None)
+        return output, pointer, state
 
     return step
 
 
-def conventional_step(spec: rs.ReplaySpec, implementation: str, tokens: int) -> Callable[..., Any]:
-    def step(state: jax.Array, inputs: rs.TokenInputs) -> tuple[jax.Array, jax.Array]:
-        outputs = []
-        for t in range(tokens):
-            one = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
-            output, state = rs.recurrent_step(spec, state, one, implementation=implementation)
-            outputs.append(output)
-        return jnp.concatenate(outputs, axis=1), state
+def conventional_step(spec: rs.ReplaySpec, implementation: str, accepted: int) -> Step:
+    """One token in place; where some may be rejected, a snapshot of the state for each."""
+
+    def step(position: Any, state: Any, inputs: rs.TokenInputs) -> tuple[jax.Array, Any, Any]:
+        if position is None:
+            output, state = rs.recurrent_step(spec, state, inputs, implementation=implementation)
+            return output, None, state
+        output, state = verify_snapshots(
+            spec, state, inputs, position, implementation=implementation
+        )
+        return output, position + accepted, state
 
     return step
 
 
-def loop(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
-    """A compiled loop over steps of all layers, with donated states.
+def conventional_states(spec: rs.ReplaySpec, batch: int, count: int) -> tuple[Any, list[Any]]:
+    """What `conventional_step` starts from: (shared, states)."""
+    if spec.max_tokens == 1:
+        return None, [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
+    return jnp.zeros((batch,), jnp.int32), [Snapshots.zeros(spec, batch) for _ in range(count)]
 
-    As in a `HybridCache`, one pointer serves all layers that hold none of their own.
-    """
+
+def loop(step: Step, steps: int) -> Callable[..., Any]:
+    """A compiled loop over steps of all layers, with donated states."""
 
     def run(shared: Any, states: Any, inputs: Any) -> tuple[Any, Any, Any]:
         def body(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
-            pointer, states, _ = carry
-            moved = pointer
+            shared, states, _ = carry
             after = []
             for state, token in zip(states, inputs, strict=True):
-                if pointer is not None:
-                    state = dataclasses.replace(state, pointer=pointer)
-                output, state = step(state, token)
-                if pointer is not None:
-                    moved, state = state.pointer, dataclasses.replace(state, pointer=None)
+                output, moved, state = step(shared, state, token)
                 after.append(state)
             return (moved, after, output), None
 
@@ -101,43 +116,45 @@ def loop(step: Callable[..., Any], steps: int) -> Callable[..., Any]:
 
 
 def contender(
-    run: Callable[..., Any], pointer: Any, states: Any, inputs: Any, calls: int
+    run: Callable[..., Any], shared: Any, states: Any, inputs: Any, calls: int
 ) -> harness.Contender:
     """Runs go on from where the last one ended."""
-    box = [(pointer, states)]
+    box = [(shared, states)]
 
     def once(held: Any) -> Any:
-        pointer, states, output = run(*held, inputs)
-        box[0] = pointer, states
+        shared, states, output = run(*held, inputs)
+        box[0] = shared, states
         return output
 
     return harness.Contender(once, prepare=lambda: box[0], calls=calls)
 
 
-def check(spec: rs.ReplaySpec, batch: int, implementation: str, tokens: int) -> float:
+def check(
+    spec: rs.ReplaySpec, batch: int, implementation: str, tokens: int, accepted: int
+) -> float:
     """Relative error of the state after two windows and a bit, or raise `WrongResult`.
 
     The first and the last row are compared, with float32 outputs' rounding left to bf16.
     """
-    turns = (2 * spec.window + 3) // tokens + 1
-    inputs = random_tokens(spec, batch, turns * tokens, seed=7)
-    step = replay_step(spec, implementation, tokens)
+    turns = (2 * spec.window + 3) // accepted + 1
+    inputs = random_tokens(spec, batch, turns * accepted + tokens, seed=7)
+    step = replay_step(spec, implementation, accepted)
 
     @jax.jit
     def run(state: rs.ReplayState) -> tuple[rs.ReplayState, jax.Array]:
         def body(state: rs.ReplayState, turn: jax.Array) -> tuple[rs.ReplayState, jax.Array]:
             part = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, turn * tokens, tokens, 1), inputs
+                lambda x: jax.lax.dynamic_slice_in_dim(x, turn * accepted, tokens, 1), inputs
             )
-            output, state = step(state, part)
-            return state, output[ends]
+            output, _, state = step(None, state, part)
+            return state, output[ends, :accepted]
 
         return jax.lax.scan(body, state, jnp.arange(turns))
 
     ends = np.array([0, batch - 1])
     state, outputs = run(rs.init_state(spec, batch, ragged=True))
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(2, -1, spec.num_heads, spec.value_dim)
-    rows = jax.tree.map(lambda x: x[ends], inputs)
+    rows = jax.tree.map(lambda x: x[ends, : turns * accepted], inputs)
     initial = jnp.zeros(spec.state_shape(2))
     expected, expected_state = jax.jit(rs.recurrent_scan, static_argnums=0)(spec, initial, rows)
     ends_only = jax.tree.map(lambda x: x[ends], state)
@@ -171,15 +188,20 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
 
 
 def measure(
-    layer: str, batch: int, tokens: int, args: argparse.Namespace, tick: Callable[[], None]
+    layer: str,
+    batch: int,
+    tokens: int,
+    accepted: int,
+    args: argparse.Namespace,
+    tick: Callable[[], None],
 ) -> Iterator[harness.Row]:
     """Rows of a case: each replay implementation against the fastest conventional step."""
     window = args.window or (32 if tokens > 4 else 16)
     spec = layers.make_spec(layer, window=window, max_tokens=tokens)
     count = args.layers or (4 if batch >= 64 else 24)
-    steps = WINDOWS_TIMED * window // tokens
+    steps = WINDOWS_TIMED * window // accepted
     inputs = [random_tokens(spec, batch, tokens, seed) for seed in range(count)]
-    errors = {name: check(spec, batch, name, tokens) for name in args.implementation}
+    errors = {name: check(spec, batch, name, tokens, accepted) for name in args.implementation}
 
     def states(how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
         every = [rs.init_state(spec, batch, ragged=True) for _ in range(count)]
@@ -193,13 +215,13 @@ def measure(
 
     contenders = {}
     for name in args.implementation:
-        run = loop(replay_step(spec, name, tokens), steps)
+        run = loop(replay_step(spec, name, accepted), steps)
         for how in args.forms:
             contenders[name, how] = contender(run, *states(how), inputs, count * steps)
     for name in args.baseline:
-        run = loop(conventional_step(spec, name, tokens), steps)
-        zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
-        contenders["conventional", name] = contender(run, None, zeros, inputs, count * steps)
+        run = loop(conventional_step(spec, name, accepted), steps)
+        started = conventional_states(spec, batch, count)
+        contenders["conventional", name] = contender(run, *started, inputs, count * steps)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling is what takes long
         list(pool.map(harness.Contender.once, contenders.values()))
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
@@ -213,12 +235,19 @@ def measure(
         yield harness.row(
             timing,
             baselines[fastest],
-            case=layers.describe(layer) + ("" if how == "uniform" else f", {how}"),
+            case=", ".join(
+                [
+                    layers.describe(layer),
+                    *([] if accepted == tokens else [f"{accepted} accepted"]),
+                    *([] if how == "uniform" else [how]),
+                ]
+            ),
             implementation=name,
             fraction_of_read_bandwidth=rate / args.bandwidth if args.bandwidth else None,
             rel_err=errors[name],
             extra={
                 "window": window,
+                "accepted": accepted,
                 "layers": count,
                 "baseline": fastest[1],
                 "conventional_us": {name: t.us for (_, name), t in baselines.items()},
@@ -236,7 +265,7 @@ def measure_fills(
     count = args.layers or 4
     name = args.implementation[0]
     inputs = [random_tokens(spec, batch, 1, seed) for seed in range(count)]
-    error = check(spec, batch, name, 1)
+    error = check(spec, batch, name, 1, 1)
     every = jnp.arange(batch, dtype=jnp.int32)
     fills = {f"fill {j}": jnp.full((batch,), j, jnp.int32) for j in range(window + 1)}
     fills["staggered"] = every % window + 1
@@ -249,8 +278,8 @@ def measure_fills(
             after = []
             for state, token in zip(states, inputs, strict=True):
                 # The pointer stays where it is, so that every step of the loop is the same one.
-                output, state = step(dataclasses.replace(state, pointer=pointer), token)
-                after.append(dataclasses.replace(state, pointer=None))
+                output, _, state = step(pointer, state, token)
+                after.append(state)
             return after, output[0, 0, 0, 0]
 
         return jax.lax.scan(body, states, None, length=2 * window)
@@ -269,8 +298,8 @@ def measure_fills(
 
     contenders: dict[Any, harness.Contender] = {k: one_fill(v) for k, v in fills.items()}
     conventional = loop(conventional_step(spec, name, 1), 2 * window)
-    zeros = [jnp.zeros(spec.state_shape(batch)) for _ in range(count)]
-    contenders["conventional"] = contender(conventional, None, zeros, inputs, 2 * window * count)
+    started = conventional_states(spec, batch, count)
+    contenders["conventional"] = contender(conventional, *started, inputs, 2 * window * count)
     for one in contenders.values():
         one.once()
     timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
@@ -300,6 +329,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layer", choices=layers.LAYERS, nargs="+", default=list(layers.LAYERS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="tokens of a step")
+    parser.add_argument(
+        "--accepted",
+        choices=("all", "half"),
+        nargs="+",
+        default=["all"],
+        help="of several tokens; the baseline keeps a snapshot of the state for each",
+    )
     parser.add_argument("--window", type=int, help="default: 16, or 32 for more than 4 tokens")
     parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
     parser.add_argument(
@@ -354,7 +390,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if args.fills:
                     rows += measure_fills(layer, batch, args, lambda: None)
                 else:
-                    rows += measure(layer, batch, count, args, lambda: None)
+                    for share in args.accepted if count > 1 else ["all"]:
+                        accepted = count if share == "all" else count // 2
+                        rows += measure(layer, batch, count, accepted, args, lambda: None)
             except harness.WrongResult as error:
                 refused = True
                 console.print(f"[bold red]{name}: not reported[/]: {error}")

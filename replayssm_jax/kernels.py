@@ -103,6 +103,24 @@ def recurrent_step(
     return result
 
 
+def verify_snapshots(
+    spec: ReplaySpec,
+    states: jax.Array,
+    position: jax.Array,
+    num_new: jax.Array | None,
+    inputs: TokenInputs,
+    *,
+    implementation: str,
+) -> tuple[jax.Array, jax.Array]:
+    """T conventional tokens: outputs [B, T, H, P], and the ring of states [B, S, H, P, N]."""
+    batch_size, num_tokens = inputs.v.shape[:2]
+    if num_new is None:
+        num_new = jnp.full((batch_size,), num_tokens, jnp.int32)
+    run = _snapshots(spec, implementation)
+    result: tuple[jax.Array, jax.Array] = run(states, position, num_new, inputs)
+    return result
+
+
 def _rows(pointer: Pointer, batch_size: int, num_new: Any) -> Rows:
     def each_row(x: Any, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(x, dtype), (batch_size,))
@@ -148,4 +166,10 @@ def _fold(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
 @functools.lru_cache(maxsize=128)
 def _conventional(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
     run = functools.partial(_module(implementation).recurrent_step, spec)
+    return _join_vmapped_axes(jax.jit(run))
+
+
+@functools.lru_cache(maxsize=128)
+def _snapshots(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
+    run = functools.partial(_module(implementation).verify_snapshots, spec)
     return _join_vmapped_axes(jax.jit(run))

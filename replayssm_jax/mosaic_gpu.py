@@ -55,6 +55,21 @@ def recurrent_step(
     return output, jax.freeze(flat).reshape(shape)
 
 
+def verify_snapshots(
+    spec: ReplaySpec,
+    states: jax.Array,
+    position: jax.Array,
+    num_new: jax.Array,
+    inputs: TokenInputs,
+) -> tuple[jax.Array, jax.Array]:
+    """As `kernels.verify_snapshots`."""
+    shape = states.shape
+    problem = _problem(spec, shape[0], inputs.v.shape[1])
+    flat = jax.new_ref(states.reshape(*shape[:2], -1, shape[4]))
+    output = conventional.launch_snapshots(problem, flat, position, num_new, _tokens(inputs))
+    return output, jax.freeze(flat).reshape(shape)
+
+
 def _run(
     spec: ReplaySpec,
     mode: Mode,

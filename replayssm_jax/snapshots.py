@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.inputs import TokenInputs
+from replayssm_jax import dispatch
+from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.spec import ReplaySpec
 
@@ -54,6 +55,8 @@ def verify_snapshots(
     inputs: TokenInputs,
     position: jax.Array,
     lengths: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, Snapshots]:
     """Run T drafts one after the other, and keep the state behind each.
 
@@ -65,23 +68,38 @@ def verify_snapshots(
       inputs: 1 <= T <= `spec.max_tokens` tokens.
       position: int32 [B], tokens that are committed.
       lengths: None, or int32 [B], real tokens at the front of each row.
+      implementation: None for the best that supports the case, "xla" or "mosaic_gpu".
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, zero where a token is not real, and the
       snapshots.
 
     Raises:
-      TypeError, ValueError: wrong dtypes or shapes, T above `max_tokens`.
+      TypeError, ValueError: wrong dtypes or shapes, T above `max_tokens`, an implementation that
+        cannot run.
     """
     num_tokens = inputs.v.shape[1]
     if not 1 <= num_tokens <= spec.max_tokens:
         raise ValueError(
             f"T must be between 1 and max_tokens={spec.max_tokens}, found T={num_tokens}"
         )
+    check_inputs(spec, inputs, snapshots.states.shape[0], max_tokens=spec.max_tokens)
+    chosen = dispatch.resolve(implementation, spec, num_tokens)
+    if chosen == "triton" and implementation is not None:
+        raise ValueError(
+            'implementation="triton" cannot run: it has no kernel for snapshots; pass "xla" or None'
+        )
+    if chosen not in ("xla", "triton"):
+        from replayssm_jax import kernels
+
+        output, states = kernels.verify_snapshots(
+            spec, snapshots.states, position, lengths, inputs, implementation=chosen
+        )
+        return output, Snapshots(states)
     state, outputs = snapshots.at(position), []
     for t in range(num_tokens):
         token = jax.tree.map(lambda x, t=t: x[:, t : t + 1], inputs)
-        output, state = recurrent_step(spec, state, token)
+        output, state = recurrent_step(spec, state, token, implementation="xla")
         real: Any = True
         if lengths is not None:
             real = t < lengths

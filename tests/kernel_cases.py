@@ -10,6 +10,7 @@ from base import CoreSuite
 from oracle import assert_close, random_inputs, reference, tokens
 
 import replayssm_jax as rs
+from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 
 @contextlib.contextmanager
@@ -22,6 +23,7 @@ def cut_as_for_large_batches():
         kernels._in_place.cache_clear()
         kernels._fold.cache_clear()
         kernels._conventional.cache_clear()
+        kernels._snapshots.cache_clear()
         jax.clear_caches()
 
     enough, configs.FILLED = configs.FILLED, 1
@@ -31,6 +33,29 @@ def cut_as_for_large_batches():
     finally:
         configs.FILLED = enough
         forget()
+
+
+def check_snapshots(spec, implementation):
+    """Uneven acceptances and lengths, idle rows, a ring that goes round; against the recurrence."""
+    inputs = random_inputs(spec, 2, 20)
+    run = jax.jit(functools.partial(verify_snapshots, spec, implementation=implementation))
+    snapshots = Snapshots.zeros(spec, 2)
+    outputs, at = [[], []], [0, 0]
+    for lengths, accepted in ([3, 3], [3, 2]), ([3, 2], [1, 0]), ([0, 3], [0, 3]), ([3, 1], [3, 1]):
+        parts = [jax.tree.map(lambda x, r=r: x[r : r + 1], inputs) for r in range(2)]
+        parts = [tokens(part, first, first + 3) for part, first in zip(parts, at, strict=True)]
+        part = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        output, snapshots = run(snapshots, part, jnp.array(at, jnp.int32), jnp.array(lengths))
+        for row in range(2):
+            assert not output[row, lengths[row] :].any()
+            outputs[row].append(output[row, : accepted[row]])
+            at[row] += accepted[row]
+    found = snapshots.at(jnp.array(at))
+    for row in range(2):
+        seen = tokens(jax.tree.map(lambda x, row=row: x[row : row + 1], inputs), 0, at[row])
+        expected, expected_state = reference(spec, seen)
+        assert_close(jnp.concatenate(outputs[row])[None], expected)
+        assert_close(found[row : row + 1], expected_state, name="state")
 
 
 class KernelSuite(CoreSuite):

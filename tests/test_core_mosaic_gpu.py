@@ -7,7 +7,7 @@ with what these few rows get, and once with what a large batch gets.
 from typing import ClassVar
 
 import pytest
-from kernel_cases import KernelSuite, cut_as_for_large_batches
+from kernel_cases import KernelSuite, check_snapshots, cut_as_for_large_batches
 
 
 @pytest.mark.gpu
@@ -19,6 +19,9 @@ class TestMosaicGpu(KernelSuite):
         "kda": dict(value_dim=128, key_dim=32),  # two tiles for wide programs
         "gla": dict(value_dim=64, key_dim=80),
     }
+
+    def test_snapshots(self, family):
+        check_snapshots(self.make_spec(family, max_tokens=3), self.implementation)
 
 
 @pytest.fixture(scope="class")

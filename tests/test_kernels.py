@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import cut_as_for_large_batches
+from kernel_cases import check_snapshots, cut_as_for_large_batches
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
 from replayssm_jax import dispatch
+from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS, reason="kernels need a newer jax"
@@ -104,6 +105,13 @@ def test_conventional_step_in_the_interpreter(family):
     assert_close(state, expected_state, name="state")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "kda"])
+def test_snapshots_in_the_interpreter(family):
+    with dispatch.interpreted_kernels():
+        check_snapshots(make_spec(family, max_tokens=3, **SHAPES[family]), "mosaic_gpu")
+
+
 def lowered(f, *args, device, axes=()):
     """The text of `f` lowered for a GPU that is not there, or two where a mesh has axes."""
     target = jax.sharding.AbstractDevice(device_kind=device, platform="gpu", num_cores=132)
@@ -135,11 +143,14 @@ def test_drafts_flush_and_baseline_lower(family):
     state = jax.eval_shape(lambda: rs.init_state(spec, 2, ragged=True))
     inputs = jax.eval_shape(lambda: random_inputs(spec, 2, 8))
     one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+    snapshots = jax.eval_shape(lambda: Snapshots.zeros(spec, 2))
+    position = jax.ShapeDtypeStruct((2,), jnp.int32)
     device = "NVIDIA H200"
     for f, args in (
         (rs.verify, (state, inputs)),
         (rs.flush, (state,)),
         (rs.recurrent_step, (state.checkpoint, one)),
+        (verify_snapshots, (snapshots, inputs, position)),
     ):
         text = lowered(functools.partial(f, spec), *args, device=device)
         assert "mosaic_gpu" in text, f.__name__

@@ -240,15 +240,23 @@ def test_arrays_that_lie_on_a_mesh_are_seen(beside_a_gpu):
         assert dispatch.resolve(None, spec, 1, arrays=arrays) == chosen
 
 
-def test_a_conventional_step_by_a_kernel_is_not_differentiable():
-    spec = LAYERS["kda"]
+def test_conventional_kernels_are_not_differentiable():
+    spec = dataclasses.replace(LAYERS["kda"], max_tokens=2, read_dtype="int8")
     state = jax.eval_shape(lambda: rs.init_state(spec, 2).checkpoint)
+    kept = jax.eval_shape(lambda: Snapshots.zeros(spec, 2))
     one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
 
-    def loss(state, one, implementation=None):
-        return rs.recurrent_step(spec, state, one, implementation=implementation)[1].sum()
+    def step(state, one, implementation=None):
+        return rs.recurrent_step(spec, state, one, implementation=implementation)[0].sum()
 
-    with pytest.raises(TypeError, match='kernels have no derivative: pass implementation="xla"'):
-        lowered(jax.grad(loss), state, one, device="NVIDIA H200")
-    by_xla = jax.grad(functools.partial(loss, implementation="xla"))
-    assert "mosaic_gpu" not in lowered(by_xla, state, one, device="NVIDIA H200")
+    def snapshots(kept, one, implementation=None):
+        position = jnp.zeros(2, jnp.int32)
+        output, _ = verify_snapshots(spec, kept, one, position, implementation=implementation)
+        return output.sum()
+
+    for f, held in ((step, state), (snapshots, kept)):
+        assert "mosaic_gpu" in lowered(f, held, one, device="NVIDIA H200")
+        with pytest.raises(TypeError, match='kernels have no derivative: pass implementation="xla'):
+            lowered(jax.grad(f), held, one, device="NVIDIA H200")
+        by_xla = jax.grad(functools.partial(f, implementation="xla"))
+        assert "mosaic_gpu" not in lowered(by_xla, held, one, device="NVIDIA H200")

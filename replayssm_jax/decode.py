@@ -18,6 +18,7 @@ import numpy as np
 from replayssm_jax import dispatch, window
 from replayssm_jax.checks import debug_check
 from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due
+from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import (
@@ -31,6 +32,8 @@ from replayssm_jax.state import (
     emptied,
     require_ragged,
 )
+
+_NO_DERIVATIVE = "verify, step and flush are not differentiable; train through prefill"
 
 
 def verify(
@@ -73,7 +76,10 @@ def verify(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
-    chosen = dispatch.resolve(implementation, spec, num_tokens, tree=parents is not None)
+    arrays = (state.checkpoint, inputs)
+    chosen = dispatch.resolve(
+        implementation, spec, num_tokens, arrays=arrays, tree=parents is not None
+    )
     lengths = check_lengths(state, lengths, num_tokens)
     if parents is not None:
         parents = check_parents(parents, (batch_size, num_tokens))
@@ -105,7 +111,7 @@ def step(
     """
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
-    chosen = dispatch.resolve(implementation, spec, 1)
+    chosen = dispatch.resolve(implementation, spec, 1, arrays=(state.checkpoint, inputs))
     check_gates(inputs.g, None)
     _check_phase(spec, state)
     return _step(spec, state, inputs, chosen)
@@ -176,7 +182,7 @@ def flush(
       TypeError, ValueError: wrong shapes or dtypes, `where` on a scalar pointer.
     """
     batch_size = check_state(spec, state)
-    chosen = dispatch.resolve(implementation, spec, 0)
+    chosen = dispatch.resolve(implementation, spec, 0, arrays=state.checkpoint)
     if where is not None:
         require_ragged(state, "where")
         where = check_array("where", where, (batch_size,), jnp.bool)
@@ -314,16 +320,6 @@ def _check_phase(spec: ReplaySpec, state: ReplayState) -> None:
         )
 
 
-@jax.custom_jvp
-def _not_differentiable(x: Any) -> Any:
-    return x
-
-
-@_not_differentiable.defjvp
-def _refuse_to_differentiate(primals: Any, tangents: Any) -> Any:
-    raise TypeError("verify, step and flush are not differentiable; train through prefill")
-
-
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
 def _verify(
     spec: ReplaySpec,
@@ -334,7 +330,7 @@ def _verify(
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
     num_tokens = inputs.v.shape[1]
-    state, inputs = _not_differentiable((state, inputs))
+    state, inputs = not_differentiable((state, inputs), _NO_DERIVATIVE)
     if implementation != "xla":
         return _verify_by_kernel(spec, state, inputs, lengths, implementation)
     before = state.pointer
@@ -456,7 +452,7 @@ def _flush(
     where: jax.Array | None,
     implementation: dispatch.Implementation,
 ) -> ReplayState:
-    state = _not_differentiable(state)
+    state = not_differentiable(state, _NO_DERIVATIVE)
     if implementation == "xla":
         return flush_all(spec, state) if where is None else flush_rows(spec, state, where)
     from replayssm_jax import kernels

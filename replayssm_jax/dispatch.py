@@ -49,7 +49,12 @@ def interpreted_kernels() -> Iterator[None]:
 
 
 def resolve(
-    implementation: str | None, spec: ReplaySpec, num_tokens: int, *, tree: bool = False
+    implementation: str | None,
+    spec: ReplaySpec,
+    num_tokens: int,
+    *,
+    arrays: Any = (),
+    tree: bool = False,
 ) -> Implementation:
     """The implementation to run: the named one, or for None the best that supports the case.
 
@@ -57,6 +62,7 @@ def resolve(
       implementation: None or one of `NAMES`.
       spec: the layer.
       num_tokens: T of the step; 0 for a flush.
+      arrays: a pytree of what the operation works on; where it lies on a mesh, no kernel runs.
       tree: whether the tokens are a tree, which no kernel takes.
 
     Raises:
@@ -68,13 +74,13 @@ def resolve(
         raise ValueError(f"implementation must be None or one of {NAMES}, found {implementation!r}")
     reason = "its kernels take chains of drafts only, found parents" if tree else None
     if reason is None and implementation != "triton":
-        reason = _why_not_mosaic(spec, num_tokens)
+        reason = _why_not_mosaic(spec, num_tokens, arrays)
         if reason is None:
             return "mosaic_gpu_interpret" if _interpreting.get() else "mosaic_gpu"
         if implementation is None:
-            reason = _why_not_triton(spec, num_tokens, by_name=False)
+            reason = _why_not_triton(spec, num_tokens, arrays, by_name=False)
     elif reason is None:
-        reason = _why_not_triton(spec, num_tokens, by_name=True)
+        reason = _why_not_triton(spec, num_tokens, arrays, by_name=True)
     if reason is None:
         return "triton"
     if implementation is None:
@@ -82,40 +88,44 @@ def resolve(
     raise ValueError(f'implementation={implementation!r} cannot run: {reason}; pass "xla" or None')
 
 
-def _why_no_kernels() -> str | None:
+def _why_no_kernels(arrays: Any) -> str | None:
     """Why no kernel of any kind runs."""
     if jax.__version_info__ < OLDEST_JAX_FOR_KERNELS:
         oldest = ".".join(map(str, OLDEST_JAX_FOR_KERNELS))
         return f"it needs jax {oldest} or newer, found {jax.__version__}"
-    mesh = jax.sharding.get_abstract_mesh()
+    meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)}
     if any(
         size > 1 and kind != jax.sharding.AxisType.Manual
+        for mesh in (jax.sharding.get_abstract_mesh(), *meshes)
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     ):
         return "arrays on a mesh would be gathered: call it inside jax.shard_map"
     return None
 
 
-def _why_not_mosaic(spec: ReplaySpec, num_tokens: int) -> str | None:
+def _why_not_mosaic(spec: ReplaySpec, num_tokens: int, arrays: Any) -> str | None:
     from replayssm_jax import kernels
 
-    if reason := _why_no_kernels():
+    if reason := _why_no_kernels(arrays):
         return reason
     if not _interpreting.get():
         kind = _target()
         if kind is None:
-            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+            return f"it needs an NVIDIA GPU, found platform {_default_device().platform!r}"
         if not any(name in kind for name in (*_HOPPER, *_BLACKWELL)):
             return f"it needs a Hopper or Blackwell GPU, found {kind!r}"
     return kernels.why_not("mosaic_gpu", spec, num_tokens)
 
 
-def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | None:
+def _why_not_triton(spec: ReplaySpec, num_tokens: int, arrays: Any, by_name: bool) -> str | None:
     """Why the Triton kernels do not run; in Triton's interpreter they do by name alone."""
     from replayssm_jax import kernels
-    from triton_kernels import calls
 
-    if reason := _why_no_kernels():
+    try:
+        from triton_kernels import calls
+    except ImportError:  # OpenAI's kernels come under this name, too
+        return "the installed triton_kernels is another package of that name"
+    if reason := _why_no_kernels(arrays):
         return reason
     if calls.interpreting():
         if not by_name:
@@ -123,7 +133,7 @@ def _why_not_triton(spec: ReplaySpec, num_tokens: int, by_name: bool) -> str | N
     else:
         kind, device = _target(), _gpu_at_hand()
         if kind is None:
-            return f"it needs an NVIDIA GPU, found platform {jax.default_backend()!r}"
+            return f"it needs an NVIDIA GPU, found platform {_default_device().platform!r}"
         if device is None or device.device_kind != kind:
             return f"it compiles for the GPU at hand alone, and {kind!r} is none"
         if float(device.compute_capability) < OLDEST_CAPABILITY_FOR_TRITON:
@@ -153,4 +163,13 @@ def _target() -> str | None:
 
 
 def _gpu_at_hand() -> Any:
-    return jax.devices()[0] if jax.default_backend() == "gpu" else None
+    device = _default_device()
+    return device if device.platform == "gpu" else None
+
+
+def _default_device() -> Any:
+    """Where arrays go that are on no device yet: `jax.default_device` may say the CPU."""
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):  # the name of a platform
+        return jax.devices(chosen)[0]
+    return chosen

@@ -126,15 +126,17 @@ def while_loop(
     return jax.lax.while_loop(cond_fun, run_window, init_val)
 
 
-def _is_pointer(x: Any) -> bool:
+def is_pointer(x: Any) -> bool:
+    """Whether `x` is a Pointer, for `is_leaf`."""
     return isinstance(x, Pointer)
 
 
-def _set_phase(tree: Any, phase: Phase | None) -> Any:
+def set_phase(tree: Carry, phase: Phase | None) -> Carry:
+    """`tree` with all its pointers at `phase`."""
     return jax.tree.map(
-        lambda x: dataclasses.replace(x, phase=phase) if _is_pointer(x) else x,
+        lambda x: dataclasses.replace(x, phase=phase) if is_pointer(x) else x,
         tree,
-        is_leaf=_is_pointer,
+        is_leaf=is_pointer,
     )
 
 
@@ -142,8 +144,8 @@ def _in_phase(
     f: Callable[[Carry, Any], tuple[Carry, Any]], phase: Phase
 ) -> Callable[[Carry, Any], tuple[Carry, Any]]:
     def wrapped(carry: Carry, x: Any) -> tuple[Carry, Any]:
-        carry, y = f(_set_phase(carry, phase), x)
-        return _set_phase(carry, None), _set_phase(y, None)
+        carry, y = f(set_phase(carry, phase), x)
+        return set_phase(carry, None), set_phase(y, None)
 
     return wrapped
 
@@ -165,7 +167,7 @@ def _num_steps(xs: Any, length: int | None) -> int:
 
 def _check_window(carry: Any, window: int) -> int:
     window = check_int("window", window)
-    pointers = [p for p in jax.tree.leaves(carry, is_leaf=_is_pointer) if _is_pointer(p)]
+    pointers = [p for p in jax.tree.leaves(carry, is_leaf=is_pointer) if is_pointer(p)]
     if not pointers:
         raise ValueError("found no ReplayState in the carry; use the loops of jax.lax")
     if any(p.phase is not None for p in pointers):

@@ -24,7 +24,7 @@ FORMATS = tuple(
     jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 )
 
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +105,7 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     """Store a state in a format.
 
     Finite values beyond the format's range become its largest number; what is not finite stays so,
-    see `Scaled`.
+    see `Scaled`. To nearest in 16 bits the derivative is that of a cast, otherwise it is zero.
 
     Args:
       x: [..., P, N], float32 or float64.
@@ -119,13 +119,18 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     if dtype not in FORMATS:
         return x.astype(dtype)
     top = largest(dtype)
+    if is_scaled(dtype) or keys is not None:
+        x = jax.lax.stop_gradient(x)  # or what there is of one, through the scales, would flow
     if not is_scaled(dtype):
         clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x)
         return _round(clipped, dtype, keys)
-    x = x.astype(jnp.float32)
+    if x.dtype != jnp.float32:
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -_HUGE, _HUGE), x).astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=-1)
-    # At least the smallest normal number: rows of zeros stay zeros, nothing is divided by zero.
-    scale = jnp.where(jnp.isfinite(amax), jnp.maximum(amax / top, _TINY), jnp.nan)
+    # At least the smallest normal number: rows of zeros stay zeros, nothing is divided by zero. At
+    # most what takes `top` to a finite number: a quotient may have been rounded up.
+    most = float(np.nextafter(np.float32(_HUGE / top), np.float32(0)))
+    scale = jnp.where(jnp.isfinite(amax), jnp.clip(amax / top, _TINY, most), jnp.nan)
     finite = jnp.isfinite(scale)[..., None]
     values = jnp.where(finite, jnp.clip(x / jnp.where(finite, scale[..., None], 1), -top, top), 0)
     return Scaled(_round(values, dtype, keys), scale)

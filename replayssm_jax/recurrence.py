@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import dispatch, precision
+from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import check_rounding_key
@@ -39,7 +40,8 @@ def recurrent_step(
       rounding_key: None, where a low-precision state is rounded to nearest even, or a key as in
         `init_state`: it is rounded stochastically. Give each step another one, such as
         `jax.random.fold_in(key, t)`.
-      implementation: as in `step`: the baseline is as well tuned as what is compared with it.
+      implementation: as in `step`: the baseline is as well tuned as what is compared with it. Only
+        "xla" is differentiable.
 
     Returns:
       The output [B, 1, H, P] in the dtype of `v`, and the new state.
@@ -51,10 +53,15 @@ def recurrent_step(
     check_inputs(spec, inputs, state.shape[0], max_tokens=1)
     keys = check_rounding_key(spec, state.shape[0], rounding_key)
     spec = dataclasses.replace(spec, read_dtype=None)  # which a conventional step has no use for
-    chosen = dispatch.resolve(implementation, spec, 1)
+    chosen = dispatch.resolve(implementation, spec, 1, arrays=(state, inputs))
     if chosen != "xla":
         from replayssm_jax import kernels
 
+        state, inputs = not_differentiable(
+            (state, inputs),
+            'kernels have no derivative: pass implementation="xla" to recurrent_step, or train '
+            "through prefill",
+        )
         return kernels.recurrent_step(spec, state, inputs, implementation=chosen)
     output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)
     return output[:, None], state
@@ -128,4 +135,9 @@ def _check_state(spec: ReplaySpec, state: Any) -> None:
             f"the recurrent state must be {spec.state_dtype.name}, found "
             f"{'Scaled ' if scaled else ''}{state.dtype.name}: make one with "
             "precision.encode(state, spec.state_dtype)"
+        )
+    if scaled and (state.scale.shape, state.scale.dtype) != (state.shape[:-1], jnp.float32):
+        raise ValueError(
+            f"the scale of the recurrent state must be float32 of shape {state.shape[:-1]}, found "
+            f"{state.scale.dtype.name} of shape {state.scale.shape}"
         )

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import dispatch
+from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.spec import ReplaySpec
@@ -68,7 +69,8 @@ def verify_snapshots(
       inputs: 1 <= T <= `spec.max_tokens` tokens.
       position: int32 [B], tokens that are committed.
       lengths: None, or int32 [B], real tokens at the front of each row.
-      implementation: None for the best that supports the case, "xla" or "mosaic_gpu".
+      implementation: None for the best that supports the case, "xla" or "mosaic_gpu". Only "xla"
+        is differentiable.
 
     Returns:
       The outputs [B, T, H, P] in the dtype of `v`, zero where a token is not real, and the
@@ -88,7 +90,9 @@ def verify_snapshots(
             f"T must be between 1 and max_tokens={spec.max_tokens}, found T={num_tokens}"
         )
     check_inputs(spec, inputs, snapshots.states.shape[0], max_tokens=spec.max_tokens)
-    chosen = dispatch.resolve(implementation, spec, num_tokens)
+    spec = dataclasses.replace(spec, read_dtype=None)  # which snapshots have no use for
+    arrays = (snapshots, inputs)
+    chosen = dispatch.resolve(implementation, spec, num_tokens, arrays=arrays)
     if chosen == "triton" and implementation is not None:
         raise ValueError(
             'implementation="triton" cannot run: it has no kernel for snapshots; pass "xla" or None'
@@ -96,6 +100,9 @@ def verify_snapshots(
     if chosen not in ("xla", "triton"):
         from replayssm_jax import kernels
 
+        snapshots, inputs = not_differentiable(
+            arrays, 'kernels have no derivative: pass implementation="xla" to verify_snapshots'
+        )
         output, states = kernels.verify_snapshots(
             spec, snapshots.states, position, lengths, inputs, implementation=chosen
         )

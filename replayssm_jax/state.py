@@ -145,6 +145,11 @@ def init_state(
         )
     if layout not in (None, "vk", "kv"):
         raise ValueError(f'layout must be "vk" or "kv", found {layout!r}')
+    if isinstance(initial, precision.Scaled):
+        raise TypeError(
+            f"initial must be {spec.compute_dtype.name}, found Scaled {initial.dtype.name}: pass "
+            f"precision.decode(initial, jnp.{spec.compute_dtype.name})"
+        )
     if initial is not None:
         initial = jnp.asarray(initial)
         if initial.dtype != spec.compute_dtype:
@@ -483,12 +488,20 @@ def insert(
       other: B' rows, with ragged or scalar pointers.
 
     Raises:
-      ValueError: wrong shapes, a scalar pointer in `state`, or (where the values are known) slots
-        out of [-1, B) or a slot named twice.
+      ValueError: wrong shapes, a scalar pointer in `state`, a rounding_key in one state alone, or
+        (where the values are known) slots out of [-1, B) or a slot named twice.
     """
     batch_size = check_state(spec, state)
     num_rows = check_state(spec, other)
     require_ragged(state, "insert")
+    if (state.rounding_key is None) != (other.rounding_key is None):
+        with_keys, without = (
+            ("state", "other") if other.rounding_key is None else ("other", "state")
+        )
+        raise ValueError(
+            f"insert needs a rounding_key in both states or in none, found one in {with_keys} and "
+            f"none in {without}: pass it to init_state"
+        )
     slots = check_array("slots", slots, (num_rows,), jnp.integer)
     known = concrete(slots)
     if known is not None:
@@ -528,8 +541,9 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     Args:
       spec: the layer.
       state: any; pending drafts go along.
-      rows: int [B'], repeats allowed. Row -1 gives an empty row. A row out of range raises where
-        its value is known while tracing; otherwise it gives an empty row, too.
+      rows: int [B'], repeats allowed. Row -1 gives an empty row, with the rounding keys of another
+        one. A row out of range raises where its value is known while tracing; otherwise it gives an
+        empty row, too.
 
     Raises:
       ValueError: wrong shape, or (where the values are known) rows out of [-1, B).
@@ -556,4 +570,8 @@ def _take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     def gather(x: jax.Array) -> jax.Array:
         return x if x.ndim == 0 else x.at[rows].get(mode="fill", fill_value=0)
 
-    return jax.tree.map(gather, state)
+    taken = jax.tree.map(gather, state)
+    if state.rounding_key is None:
+        return taken
+    # An empty row has those of some other row, as a fork does: zeros would make all heads alike.
+    return dataclasses.replace(taken, rounding_key=state.rounding_key.at[rows].get(mode="clip"))

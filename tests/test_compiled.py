@@ -89,10 +89,10 @@ def test_each_loop_has_its_form_of_the_flush_switch(spec):
 
 def test_a_step_that_holds_neither_copies_nor_writes_the_state(spec):
     """The output-only step of a windowed loop returns the very checkpoint that it was given."""
-    from replayssm_jax.loops import _set_phase
+    from replayssm_jax.loops import set_phase
     from replayssm_jax.state import Phase
 
-    state = _set_phase(rs.init_state(spec, BATCH), Phase(False, 16))
+    state = set_phase(rs.init_state(spec, BATCH), Phase(False, 16))
     step = jax.jit(lambda state, one: rs.step(spec, state, one), donate_argnums=0)
     program = step.lower(state, random_inputs(spec, BATCH, 1)).compile()
     for operation in ("copy", "transpose", "select", "add", "multiply", "dynamic-update-slice"):

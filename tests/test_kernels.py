@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -195,3 +196,67 @@ def test_older_gpus_are_refused_by_name():
             one,
             device="NVIDIA A100-SXM4-80GB",
         )
+
+
+@pytest.fixture
+def beside_a_gpu(monkeypatch):
+    """What decides sees an H200 as the first device of the machine."""
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
+    platforms = {None: [gpu], "gpu": [gpu], "cpu": jax.devices("cpu")}
+    monkeypatch.setattr(jax, "devices", lambda name=None: platforms[name])
+
+
+def test_a_device_that_is_named_counts(beside_a_gpu):
+    """On a machine with a GPU, `jax.default_device` may send what is compiled to the CPU."""
+    spec = LAYERS["kda"]
+    assert dispatch.resolve(None, spec, 1) == "mosaic_gpu"
+    for device in (jax.devices("cpu")[0], "cpu"):
+        with jax.default_device(device):
+            assert dispatch.resolve(None, spec, 1) == "xla"
+            with pytest.raises(ValueError, match="needs an NVIDIA GPU, found platform 'cpu'"):
+                dispatch.resolve("mosaic_gpu", spec, 1)
+
+
+@pytest.mark.skipif(jax.device_count("cpu") < 2, reason="needs two devices")
+def test_arrays_that_lie_on_a_mesh_are_seen(beside_a_gpu):
+    """Without `jax.set_mesh`, a state is often just put on a mesh."""
+    spec = make_spec("kda", value_dim=64, key_dim=32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    state, one = rs.init_state(spec, 2, ragged=True), random_inputs(spec, 2, 1)
+    placed = jax.device_put(state, rows)
+    by_kernel = {"implementation": "mosaic_gpu"}
+
+    def refused(f, *args):
+        with pytest.raises(ValueError, match=r"call it inside jax.shard_map"):
+            jax.eval_shape(functools.partial(f, spec, **by_kernel), *args)
+
+    for f in (rs.step, rs.verify):
+        refused(f, placed, one)
+        refused(f, state, jax.device_put(one, rows))
+    refused(rs.flush, placed)
+    refused(rs.recurrent_step, placed.checkpoint, one)
+    for arrays, chosen in ((state, "mosaic_gpu"), (placed, "xla")):
+        assert dispatch.resolve(None, spec, 1, arrays=arrays) == chosen
+
+
+def test_conventional_kernels_are_not_differentiable():
+    spec = dataclasses.replace(LAYERS["kda"], max_tokens=2, read_dtype="int8")
+    state = jax.eval_shape(lambda: rs.init_state(spec, 2).checkpoint)
+    kept = jax.eval_shape(lambda: Snapshots.zeros(spec, 2))
+    one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+
+    def step(state, one, implementation=None):
+        return rs.recurrent_step(spec, state, one, implementation=implementation)[0].sum()
+
+    def snapshots(kept, one, implementation=None):
+        position = jnp.zeros(2, jnp.int32)
+        output, _ = verify_snapshots(spec, kept, one, position, implementation=implementation)
+        return output.sum()
+
+    for f, held in ((step, state), (snapshots, kept)):
+        assert "mosaic_gpu" in lowered(f, held, one, device="NVIDIA H200")
+        with pytest.raises(TypeError, match='kernels have no derivative: pass implementation="xla'):
+            lowered(jax.grad(f), held, one, device="NVIDIA H200")
+        by_xla = jax.grad(functools.partial(f, implementation="xla"))
+        assert "mosaic_gpu" not in lowered(by_xla, held, one, device="NVIDIA H200")

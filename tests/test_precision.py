@@ -20,6 +20,7 @@ from oracle import (
 
 import replayssm_jax as rs
 from replayssm_jax import dispatch, precision, window
+from replayssm_jax.layers.cache import insert_rows
 
 NAMES = tuple(dtype.name for dtype in precision.FORMATS)
 EIGHT_BITS = tuple(dtype.name for dtype in precision.FORMATS if precision.is_scaled(dtype))
@@ -101,6 +102,30 @@ def test_finite_values_beyond_the_range_stay_finite(name):
         found = decoded(encode(x, name, keys))
         top = float(jnp.finfo(name).max)
         chex.assert_trees_all_equal(found, jnp.asarray([[[[top, -top]]]], jnp.float32))
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_the_largest_scales_stay_finite(name):
+    """Rows up to the largest float32, and those of a float64 state beyond it."""
+    top = float(jnp.finfo(jnp.float32).max)
+    with jax.enable_x64(True):
+        for x, dtype in ((top, jnp.float32), (1e300, jnp.float64)):
+            row = jnp.array([[[[x, -x]]]], dtype)
+            for keys in (None, keys_for(row)):
+                found = precision.decode(precision.encode(row, name, keys), jnp.float32)
+                assert_close(np.float64(found), [[[[top, -top]]]], 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_pass_a_cast_or_not_at_all(name):
+    x = states((1, 1, 2, 3))
+
+    def total(x, keys):
+        return precision.decode(precision.encode(x, name, keys), jnp.float32).sum()
+
+    gradients = [jax.grad(total)(x, keys) for keys in (None, keys_for(x))]
+    passed = [0 if precision.is_scaled(name) else 1, 0]
+    chex.assert_trees_all_equal(gradients, [jnp.full_like(x, n) for n in passed])
 
 
 # Stochastic rounding
@@ -540,6 +565,14 @@ def test_only_a_fold_uses_keys_up():
     assert moved.tolist() == [False, True]
 
 
+def test_empty_rows_have_keys_of_their_own_for_every_head():
+    spec = make_spec("kda", state_dtype="float16")
+    state = rs.init_state(spec, 2, ragged=True, rounding_key=jax.random.key(0))
+    taken = rs.take(spec, state, jnp.array([-1, 0]))
+    chex.assert_trees_all_equal(taken.rounding_key[1], state.rounding_key[0])
+    assert len(np.unique(np.asarray(taken.rounding_key[0]), axis=0)) == spec.num_heads
+
+
 # Errors
 
 
@@ -610,6 +643,12 @@ def test_states_of_another_format_are_refused():
     zeros = jnp.zeros(spec.state_shape(1), jnp.float32)
     with pytest.raises(TypeError, match="must be int8, found float32: make one with precision"):
         rs.recurrent_step(rounded, zeros, inputs)
+    scaled = rs.init_state(rounded, 1).checkpoint
+    with pytest.raises(TypeError, match=r"found Scaled int8: pass precision.decode\(initial"):
+        rs.init_state(rounded, 1, scaled, layout="vk")
+    one_scale = dataclasses.replace(scaled, scale=scaled.scale[..., :1])
+    with pytest.raises(ValueError, match=r"must be float32 of shape .* found float32 of shape"):
+        rs.recurrent_step(rounded, one_scale, inputs)
 
 
 def test_rounding_keys_are_checked():
@@ -622,6 +661,13 @@ def test_rounding_keys_are_checked():
         rs.init_state(spec, 1, rounding_key=jax.random.PRNGKey(0))
     with pytest.raises(ValueError, match=r"must be one key, found keys of shape \(2,\)"):
         rs.init_state(spec, 1, rounding_key=jax.random.split(jax.random.key(0)))
+    keyed = rs.init_state(spec, 2, ragged=True, rounding_key=jax.random.key(0))
+    bare = rs.init_state(spec, 2, ragged=True)
+    for one, other, match in ((keyed, bare, "one in state"), (bare, keyed, "one in other")):
+        with pytest.raises(ValueError, match=f"in both states or in none, found {match}"):
+            rs.insert(spec, one, jnp.array([0, 1]), other)
+        with pytest.raises(ValueError, match="a rounding_key in both or in none"):
+            insert_rows(one, jnp.array([0, 1]), other)
     state = rs.init_state(make_spec("kda"), 1)
     with pytest.raises(ValueError, match="rounding_key of the state must be absent"):
         rs.flush(

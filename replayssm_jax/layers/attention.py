@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -95,16 +96,7 @@ class Attention(CachedLayer):
         self.implementation = implementation
         self.dtype = jnp.dtype(dtype)
 
-        def linear(features_in: int, features: int, use_bias: bool, init: Any) -> nnx.Linear:
-            return nnx.Linear(
-                features_in,
-                features,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
+        linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
         def norm() -> RMSNorm | None:
             if not qk_norm:
@@ -112,10 +104,16 @@ class Attention(CachedLayer):
             return RMSNorm(head_dim, epsilon=norm_epsilon, param_dtype=param_dtype, rngs=rngs)
 
         queries = num_heads * head_dim * (2 if output_gate else 1)
-        self.q_proj = linear(d_model, queries, proj_bias, kernel_init)
-        self.k_proj = linear(d_model, num_kv_heads * head_dim, proj_bias, kernel_init)
-        self.v_proj = linear(d_model, num_kv_heads * head_dim, proj_bias, kernel_init)
-        self.o_proj = linear(num_heads * head_dim, d_model, out_bias, out_kernel_init)
+        self.q_proj = linear(d_model, queries, use_bias=proj_bias, kernel_init=kernel_init)
+        self.k_proj = linear(
+            d_model, num_kv_heads * head_dim, use_bias=proj_bias, kernel_init=kernel_init
+        )
+        self.v_proj = linear(
+            d_model, num_kv_heads * head_dim, use_bias=proj_bias, kernel_init=kernel_init
+        )
+        self.o_proj = linear(
+            num_heads * head_dim, d_model, use_bias=out_bias, kernel_init=out_kernel_init
+        )
         self.q_norm = nnx.data(norm())
         self.k_norm = nnx.data(norm())
 

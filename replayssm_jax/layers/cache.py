@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.layers.progress import Progress
+from replayssm_jax.loops import is_pointer, set_phase
 from replayssm_jax.precision import Scaled, as_keys
 from replayssm_jax.snapshots import Snapshots
 from replayssm_jax.spec import ReplaySpec
@@ -133,11 +134,22 @@ def take_rows(cache: T, rows: jax.Array) -> T:
 def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
     """Copy the rows of `other` into `slots` [B'] of batch-first leaves.
 
-    Slot -1 and slots out of range touch no row.
+    Slot -1 and slots out of range touch no row. In the body of a windowed loop `other` may come
+    from outside, as in `replayssm_jax.insert`.
 
     Raises:
-      ValueError: leaves whose shapes differ in more than the batch, or a scalar pointer.
+      ValueError: leaves whose shapes differ in more than the batch, a scalar pointer, or caches
+        with other fields, such as rounding keys in one of them alone.
     """
+    pointers = [p for p in jax.tree.leaves(cache, is_leaf=is_pointer) if is_pointer(p)]
+    if pointers:
+        other = set_phase(other, pointers[0].phase)
+    mine: Any = jax.tree.structure(cache)
+    if mine != jax.tree.structure(other):
+        raise ValueError(
+            "cannot insert rows of a cache with other fields: both must be of one model and decode "
+            "alike, with a rounding_key in both or in none"
+        )
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
         if not x.ndim or x.shape[1:] != new.shape[1:]:

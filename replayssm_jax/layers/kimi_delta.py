@@ -7,6 +7,7 @@ input projection.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -98,25 +99,23 @@ class KimiDeltaAttention(ReplayMixer):
             value_dtype=self.dtype,
         )
 
-        def linear(features_in: int, features: int, use_bias: bool, init: Any) -> nnx.Linear:
-            return nnx.Linear(
-                features_in,
-                features,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
+        linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         channels = num_heads * (2 * key_dim + value_dim)
         gate_in = self.gate_rank or d_model
-        self.in_proj = linear(d_model, channels + num_heads, proj_bias, kernel_init)
-        self.gate_in_proj = nnx.data(
-            linear(d_model, 2 * self.gate_rank, False, kernel_init) if self.gate_rank else None
+        self.in_proj = linear(
+            d_model, channels + num_heads, use_bias=proj_bias, kernel_init=kernel_init
         )
-        self.decay_proj = linear(gate_in, num_heads * key_dim, False, kernel_init)
-        self.gate_proj = linear(gate_in, num_heads * value_dim, gate_bias, kernel_init)
+        self.gate_in_proj = nnx.data(
+            linear(d_model, 2 * self.gate_rank, use_bias=False, kernel_init=kernel_init)
+            if self.gate_rank
+            else None
+        )
+        self.decay_proj = linear(
+            gate_in, num_heads * key_dim, use_bias=False, kernel_init=kernel_init
+        )
+        self.gate_proj = linear(
+            gate_in, num_heads * value_dim, use_bias=gate_bias, kernel_init=kernel_init
+        )
         self.conv = CausalConv(
             channels,
             conv_kernel,
@@ -140,7 +139,9 @@ class KimiDeltaAttention(ReplayMixer):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.out_proj = linear(num_heads * value_dim, d_model, proj_bias, out_kernel_init)
+        self.out_proj = linear(
+            num_heads * value_dim, d_model, use_bias=proj_bias, kernel_init=out_kernel_init
+        )
 
     def project(self, x: jax.Array) -> tuple[jax.Array, _Rest]:
         """Project `x` once for everything that the layer needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -38,21 +39,13 @@ class MLP(nnx.Module):
         out_kernel_init: Any = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        def linear(features_in: int, features: int, init: Any) -> nnx.Linear:
-            return nnx.Linear(
-                features_in,
-                features,
-                use_bias=use_bias,
-                dtype=dtype,
-                param_dtype=param_dtype,
-                kernel_init=init,
-                rngs=rngs,
-            )
-
+        linear = functools.partial(
+            nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
         self.activation = activation
-        self.gate_proj = nnx.data(linear(d_model, d_ff, kernel_init) if gated else None)
-        self.up_proj = linear(d_model, d_ff, kernel_init)
-        self.down_proj = linear(d_ff, d_model, out_kernel_init)
+        self.gate_proj = nnx.data(linear(d_model, d_ff, kernel_init=kernel_init) if gated else None)
+        self.up_proj = linear(d_model, d_ff, kernel_init=kernel_init)
+        self.down_proj = linear(d_ff, d_model, kernel_init=out_kernel_init)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map x [..., d_model] to [..., d_model]."""

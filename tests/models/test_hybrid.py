@@ -303,6 +303,26 @@ def test_windowed_loops_give_the_same_logits(ragged):
     assert_close(jnp.moveaxis(logits, 0, 1), expected)
 
 
+def test_rows_are_inserted_in_a_windowed_loop():
+    model = make_model("gated_delta_net")
+    tokens = random_tokens(B, T)
+    _, other = prefill(model, tokens[:, :P], model.init_cache(B, SIZE), all_real(P))
+
+    @jit
+    def run(model, tokens, cache, other):
+        def body(carry, token):
+            t, cache = carry
+            cache = model.insert(cache, jnp.where(t == 3, jnp.arange(B), -1), other)
+            logits, cache = model.step(token, cache)
+            return (t + 1, cache), logits
+
+        return rs.scan_steps(body, (jnp.int32(0), cache), tokens.T, window=8)[1]
+
+    fed = jnp.concatenate([tokens[:, :3], tokens[:, P:]], axis=1)
+    logits = run(model, fed, model.init_cache(B, SIZE), other)
+    assert_close(jnp.moveaxis(logits, 0, 1)[:, 3:], forward(model, tokens)[:, P:])
+
+
 def test_layers_side_by_side_moe_and_post_norm():
     layers = (
         LayerConfig(("mamba2", "attention"), "moe"),

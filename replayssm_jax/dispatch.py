@@ -120,11 +120,8 @@ def _why_not_mosaic(spec: ReplaySpec, num_tokens: int, arrays: Any) -> str | Non
 def _why_not_triton(spec: ReplaySpec, num_tokens: int, arrays: Any, by_name: bool) -> str | None:
     """Why the Triton kernels do not run; in Triton's interpreter they do by name alone."""
     from replayssm_jax import kernels
+    from replayssm_triton import calls
 
-    try:
-        from triton_kernels import calls
-    except ImportError:  # OpenAI's kernels come under this name, too
-        return "the installed triton_kernels is another package of that name"
     if reason := _why_no_kernels(arrays):
         return reason
     if calls.interpreting():

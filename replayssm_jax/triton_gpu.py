@@ -1,4 +1,4 @@
-"""What `replayssm_jax.kernels` asks of `triton_kernels`: Triton through jax-triton."""
+"""What `replayssm_jax.kernels` asks of `replayssm_triton`: Triton through jax-triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replayssm_jax.state import InputBuffer
 
 def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""
-    from triton_kernels import configs
+    from replayssm_triton import configs
 
     dtypes = (spec.key_dtype, spec.value_dtype)
     if not set(dtypes) <= {jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32)}:
@@ -33,7 +33,7 @@ def step(
     inputs: TokenInputs,
 ) -> tuple[jax.Array, jax.Array, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
-    from triton_kernels import fused_step
+    from replayssm_triton import fused_step
 
     output, checkpoint, ring = fused_step.step(
         checkpoint,
@@ -50,7 +50,7 @@ def fold(
     spec: ReplaySpec, implementation: str, rows: Any, checkpoint: jax.Array, buffer: InputBuffer
 ) -> jax.Array:
     """As `kernels.fold`."""
-    from triton_kernels import fused_step
+    from replayssm_triton import fused_step
 
     rows = fused_step.Rows(*rows)
     return fused_step.fold(checkpoint, _ring(buffer), rows, window=spec.window)
@@ -60,13 +60,13 @@ def recurrent_step(
     spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels.recurrent_step`."""
-    from triton_kernels import conventional
+    from replayssm_triton import conventional
 
     return conventional.step(state, _tokens(inputs), delta=spec.rule == "delta")
 
 
 def _ring(buffer: InputBuffer) -> Any:
-    from triton_kernels.fused_step import Ring
+    from replayssm_triton.fused_step import Ring
 
     return Ring(*(getattr(buffer, name) for name in Ring._fields))
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from kernel_cases import KernelSuite
 
-from triton_kernels import calls
+from replayssm_triton import calls
 
 
 @pytest.mark.gpu

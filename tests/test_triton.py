@@ -12,7 +12,7 @@ import pytest
 from oracle import make_spec
 
 from replayssm_jax import dispatch
-from triton_kernels import calls, configs
+from replayssm_triton import calls, configs
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -55,16 +55,6 @@ def test_the_best_for_a_gpu(on_gpu, kind, capability, chosen):
 
 
 @needs_jax
-def test_another_package_of_the_same_name(on_gpu, monkeypatch):
-    spec = make_spec("kda", value_dim=64, key_dim=32)
-    on_gpu("NVIDIA L40S", "8.9")
-    monkeypatch.setitem(sys.modules, "triton_kernels", types.ModuleType("triton_kernels"))
-    monkeypatch.delitem(sys.modules, "triton_kernels.calls")
-    assert dispatch.resolve(None, spec, 1) == "xla"
-    with pytest.raises(ValueError, match="triton_kernels is another package"):
-        dispatch.resolve("triton", spec, 1)
-
-
 @needs_jax
 def test_reasons(on_gpu):
     def refuses(match, num_tokens=1, tree=False, **shapes):

@@ -26,8 +26,8 @@ import jax
 import triton
 import triton.language as tl
 
-from triton_kernels.calls import launch
-from triton_kernels.configs import Config, channels, choose, next_power_of_2
+from replayssm_triton.calls import launch
+from replayssm_triton.configs import Config, channels, choose, next_power_of_2
 
 # Records that are scored at once.
 BLOCK = 16

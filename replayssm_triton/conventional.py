@@ -6,9 +6,9 @@ import jax
 import triton
 import triton.language as tl
 
-from triton_kernels.calls import launch
-from triton_kernels.configs import Config, channels, choose
-from triton_kernels.fused_step import _load, _over_channels, _place, _vector
+from replayssm_triton.calls import launch
+from replayssm_triton.configs import Config, channels, choose
+from replayssm_triton.fused_step import _load, _over_channels, _place, _vector
 
 
 @triton.jit

@@ -55,7 +55,6 @@ def test_the_best_for_a_gpu(on_gpu, kind, capability, chosen):
 
 
 @needs_jax
-@needs_jax
 def test_reasons(on_gpu):
     def refuses(match, num_tokens=1, tree=False, **shapes):
         spec = make_spec("kda", **{"max_tokens": max(num_tokens, 1), "window": 32, **shapes})

@@ -254,7 +254,8 @@ class Step(Program):
                 store(sm.column.at[c], value)
                 if sm.operand is not None:
                     rest = value if window is None else value * window
-                    self.store_terms(rest, [sm.operand.at[b, c] for b in range(p.key_terms)])
+                    here = pl.ds(0, p.key_dim)
+                    self.store_terms(rest, [sm.operand.at[b, c, here] for b in range(p.key_terms)])
 
     def store_terms(self, value: jax.Array, places: list[Any]) -> None:
         """Store float32 as bf16 terms, each the rounding of what those before it leave."""
@@ -288,16 +289,20 @@ class Step(Program):
         p, sm = self.p, self.sm
         rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
         products = zeros((TILE, p.padded_columns), ACC)
-        top = rest
+
+        def columns(b: int) -> jax.Array:
+            return load(sm.operand.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
+
+        first, top = columns(0), rest
         for a, b in term_pairs(p.key_terms):
             if b == 0:
                 rest = rest - top.astype(F32) if a else rest
                 top = rest.astype(jnp.bfloat16)
-            columns = sm.operand.at[b].transpose((1, 0))
+            factor = columns(b) if b else first
             if self.mode.interpret:  # it has no warp-level products
-                products = products + top.astype(F32) @ load(columns, RHS).astype(F32)
+                products = products + top.astype(F32) @ factor.astype(F32)
             else:
-                products = plgpu.mma(products, top, load(columns, RHS))
+                products = plgpu.mma(products, top, factor)
         store(self.tile_rows(sm.read, i=i), products)
 
     def reads(self) -> list[jax.Array]:

@@ -76,7 +76,8 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
         column=sm((columns, n), F32) if channel or p.num_tokens > 1 else None,
-        operand=sm((p.key_terms, p.padded_columns, n), bf16) if p.num_tokens > 1 else None,
+        # Eight columns are read at a time, from other banks each: hence rows longer than N.
+        operand=sm((p.key_terms, p.padded_columns, n + 8), bf16) if p.num_tokens > 1 else None,
         pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_kernels import conventional, fused_step
+from pallas_kernels import conventional, replay
 from pallas_kernels.configs import why_not as why_no_kernel
 from pallas_kernels.fused_step import Ring, Rows
 from pallas_kernels.problem import Mode, Problem
@@ -32,17 +33,31 @@ def step(
     inputs: TokenInputs,
 ) -> tuple[jax.Array, jax.Array, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
-    mode = _mode(implementation, masked=masked)
-    return _run(spec, mode, rows, checkpoint, buffer, _tokens(inputs))
+    output, flat, ring = _with_refs(
+        checkpoint,
+        buffer,
+        lambda state, ring: replay.step(
+            state,
+            ring,
+            Rows(*rows),
+            _tokens(inputs),
+            window=spec.window,
+            masked=masked,
+            **_target(implementation),
+        ),
+    )
+    return output, flat, dataclasses.replace(buffer, **ring._asdict())
 
 
 def fold(
     spec: ReplaySpec, implementation: str, rows: Any, checkpoint: jax.Array, buffer: InputBuffer
 ) -> jax.Array:
     """As `kernels.fold`."""
-    mode = _mode(implementation, masked=True, append=False)
-    _, checkpoint, _ = _run(spec, mode, rows, checkpoint, buffer, ())
-    return checkpoint
+
+    def run(state: Any, ring: Ring) -> None:
+        replay.fold(state, ring, Rows(*rows), window=spec.window, **_target(implementation))
+
+    return _with_refs(checkpoint, buffer, run)[1]
 
 
 def recurrent_step(
@@ -70,33 +85,24 @@ def verify_snapshots(
     return output, jax.freeze(flat).reshape(shape)
 
 
-def _run(
-    spec: ReplaySpec,
-    mode: Mode,
-    rows: Any,
-    checkpoint: jax.Array,
-    buffer: InputBuffer,
-    tokens: tuple[jax.Array, ...],
-) -> tuple[Any, jax.Array, InputBuffer]:
+def _with_refs(
+    checkpoint: jax.Array, buffer: InputBuffer, run: Callable[[Any, Ring], Any]
+) -> tuple[Any, jax.Array, Ring]:
+    """What `run` returns, and the checkpoint and the ring that it leaves."""
     shape = checkpoint.shape
-    problem = _problem(spec, shape[0], tokens[0].shape[1] if tokens else 0)
     flat = jax.new_ref(checkpoint.reshape(shape[0], -1, shape[3]))
-    names = Ring._fields
-    refs = jax.tree.map(jax.new_ref, Ring(*(getattr(buffer, name) for name in names)))
-    output = fused_step.launch(problem, mode, flat, refs, Rows(*rows), tokens)
-    ring = jax.tree.map(jax.freeze, refs)
-    buffer = dataclasses.replace(buffer, **ring._asdict())
-    return output, jax.freeze(flat).reshape(shape), buffer
+    refs = jax.tree.map(jax.new_ref, Ring(*(getattr(buffer, name) for name in Ring._fields)))
+    output = run(flat, refs)
+    return output, jax.freeze(flat).reshape(shape), jax.tree.map(jax.freeze, refs)
 
 
 def _tokens(inputs: TokenInputs) -> tuple[jax.Array, ...]:
     return inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
 
 
-def _mode(implementation: str, **kwargs: bool) -> Mode:
+def _target(implementation: str) -> dict[str, bool]:
     interpret = implementation == "mosaic_gpu_interpret"
-    wgmma = not interpret and dispatch.target_is_hopper()
-    return Mode(interpret=interpret, wgmma=wgmma, **kwargs)
+    return {"interpret": interpret, "wgmma": not interpret and dispatch.target_is_hopper()}
 
 
 def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +104,39 @@ def test_conventional_step_in_the_interpreter(family):
     expected, expected_state = reference(spec, inputs, initial)
     assert_close(output, expected)
     assert_close(state, expected_state, name="state")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gated_delta_net", "gla"])
+def test_evaluation_alone_writes_nothing(family):
+    from pallas_kernels import fused_step, replay  # which older versions of jax cannot import
+
+    spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family])
+    inputs = random_inputs(spec, 2, 6)
+    _, state = rs.prefill(spec, rs.init_state(spec, 2, ragged=True), tokens(inputs, 0, 1))
+    for t in range(1, 4):
+        _, state = rs.step(spec, state, tokens(inputs, t, t + 1))
+    new = tokens(inputs, 4, 6)
+
+    @jax.jit
+    def evaluate(state):
+        pointer, ring = (
+            state.pointer,
+            fused_step.Ring(*(getattr(state.buffer, name) for name in fused_step.Ring._fields)),
+        )
+        flat = state.checkpoint.reshape(2, -1, spec.key_dim)
+        refs = jax.tree.map(jax.new_ref, (flat, ring))
+        rows = fused_step.Rows(pointer.start, pointer.length, jnp.array([2, 1]), pointer.fresh)
+        output = replay.evaluate(
+            *refs, rows, (new.q, new.k, new.v, new.g, new.beta), window=5, interpret=True
+        )
+        return output, (flat, ring), jax.tree.map(jax.freeze, refs)
+
+    with dispatch.interpreted_kernels():
+        output, before, after = evaluate(state)
+    expected, _ = rs.verify(spec, state, new, jnp.array([2, 1]))
+    assert_close(output, expected)
+    chex.assert_trees_all_equal(after, before)
 
 
 @pytest.mark.slow

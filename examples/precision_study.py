@@ -91,7 +91,7 @@ def schemes() -> Iterator[Scheme]:
 def records_of(model: HybridLM, tokens: jax.Array, layer: int) -> rs.TokenInputs:
     """The token records that block `layer` of a model makes of tokens [B, T]."""
     span = Span.make(jnp.zeros(tokens.shape[0], jnp.int32), tokens.shape[1])
-    x = model._embed(tokens)
+    x = model.embeddings(tokens)
     for block in model.blocks[:layer]:
         x, _ = block.advance(x, None, span, mode="prefill")
     block = model.blocks[layer]

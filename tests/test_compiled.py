@@ -66,7 +66,19 @@ def test_a_donated_loop_copies_no_state(spec, ragged, scan):
     assert memory.alias_size_in_bytes >= state.checkpoint.nbytes
 
 
-@pytest.mark.parametrize("formats", [{"read_dtype": "int8"}, {"state_dtype": "bfloat16"}])
+older_xla_copies_bf16 = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason="on CPU it computes updates of bf16 arrays in float32 and copies them back",
+)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        {"read_dtype": "int8"},
+        pytest.param({"state_dtype": "bfloat16"}, marks=older_xla_copies_bf16),
+    ],
+)
 def test_a_donated_loop_with_low_precision_copies_no_state(formats):
     """Neither the checkpoint nor its read copy, both updated in place."""
     spec = make_spec("gated_delta_net", **SHAPES["gated_delta_net"], **formats)

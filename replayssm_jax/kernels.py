@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +24,6 @@ _MODULES = {
     "mosaic_gpu_interpret": "replayssm_jax.mosaic_gpu",
     "triton": "replayssm_jax.triton_gpu",
 }
-
-
-class Rows(NamedTuple):
-    """int32 [B] each: what the pointer says of a row, and how many of its T tokens are real."""
-
-    start: jax.Array
-    length: jax.Array
-    num_new: jax.Array
-    fresh: jax.Array
 
 
 def _module(implementation: str) -> Any:
@@ -76,7 +67,9 @@ def step(
     batch_size, num_tokens = inputs.v.shape[:2]
     rows = _rows(pointer, batch_size, num_tokens if num_new is None else num_new)
     run = _in_place(spec, implementation, num_new is not None)
-    result: tuple[jax.Array, jax.Array, InputBuffer] = run(rows, checkpoint, buffer, inputs)
+    result: tuple[jax.Array, jax.Array, InputBuffer] = run(
+        rows, checkpoint, buffer, _tokens(inputs)
+    )
     return result
 
 
@@ -99,7 +92,9 @@ def recurrent_step(
     spec: ReplaySpec, state: jax.Array, inputs: TokenInputs, *, implementation: str
 ) -> tuple[jax.Array, jax.Array]:
     """The conventional step: outputs [B, 1, H, P] and the new state [B, H, P, N]."""
-    result: tuple[jax.Array, jax.Array] = _conventional(spec, implementation)(state, inputs)
+    result: tuple[jax.Array, jax.Array] = _conventional(spec, implementation)(
+        state, _tokens(inputs)
+    )
     return result
 
 
@@ -117,16 +112,22 @@ def verify_snapshots(
     if num_new is None:
         num_new = jnp.full((batch_size,), num_tokens, jnp.int32)
     run = _snapshots(spec, implementation)
-    result: tuple[jax.Array, jax.Array] = run(states, position, num_new, inputs)
+    result: tuple[jax.Array, jax.Array] = run(states, position, num_new, _tokens(inputs))
     return result
 
 
-def _rows(pointer: Pointer, batch_size: int, num_new: Any) -> Rows:
+def _rows(pointer: Pointer, batch_size: int, num_new: Any) -> tuple[jax.Array, ...]:
+    """The pointer of each row, [B] each: start, length and real tokens int32, fresh bool."""
+
     def each_row(x: Any, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(x, dtype), (batch_size,))
 
     start, length, num_new = map(each_row, (pointer.start, pointer.length, num_new))
-    return Rows(start, length, num_new, each_row(pointer.fresh, jnp.bool))
+    return start, length, num_new, each_row(pointer.fresh, jnp.bool)
+
+
+def _tokens(inputs: TokenInputs) -> tuple[jax.Array, ...]:
+    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
 
 
 def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from pallas_kernels.configs import why_not as why_no_kernel
 from pallas_kernels.fused_step import Ring, Rows
 from pallas_kernels.problem import Mode, Problem
 from replayssm_jax import dispatch
-from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
@@ -30,23 +29,23 @@ def step(
     rows: Any,
     checkpoint: jax.Array,
     buffer: InputBuffer,
-    inputs: TokenInputs,
+    tokens: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
-    output, flat, ring = _with_refs(
+    output, checkpoint, ring = _with_refs(
         checkpoint,
         buffer,
         lambda state, ring: replay.step(
             state,
             ring,
             Rows(*rows),
-            _tokens(inputs),
+            tokens,
             window=spec.window,
             masked=masked,
             **_target(implementation),
         ),
     )
-    return output, flat, dataclasses.replace(buffer, **ring._asdict())
+    return output, checkpoint, dataclasses.replace(buffer, **ring._asdict())
 
 
 def fold(
@@ -61,12 +60,12 @@ def fold(
 
 
 def recurrent_step(
-    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
+    spec: ReplaySpec, state: jax.Array, tokens: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels.recurrent_step`."""
     shape = state.shape
     flat = jax.new_ref(state.reshape(shape[0], -1, shape[3]))
-    output = conventional.launch(_problem(spec, shape[0], 1), flat, _tokens(inputs))
+    output = conventional.launch(_problem(spec, shape[0], 1), flat, tokens)
     return output, jax.freeze(flat).reshape(shape)
 
 
@@ -75,13 +74,13 @@ def verify_snapshots(
     states: jax.Array,
     position: jax.Array,
     num_new: jax.Array,
-    inputs: TokenInputs,
+    tokens: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels.verify_snapshots`."""
     shape = states.shape
-    problem = _problem(spec, shape[0], inputs.v.shape[1])
+    problem = _problem(spec, shape[0], tokens[2].shape[1])
     flat = jax.new_ref(states.reshape(*shape[:2], -1, shape[4]))
-    output = conventional.launch_snapshots(problem, flat, position, num_new, _tokens(inputs))
+    output = conventional.launch_snapshots(problem, flat, position, num_new, tokens)
     return output, jax.freeze(flat).reshape(shape)
 
 
@@ -94,10 +93,6 @@ def _with_refs(
     refs = jax.tree.map(jax.new_ref, Ring(*(getattr(buffer, name) for name in Ring._fields)))
     output = run(flat, refs)
     return output, jax.freeze(flat).reshape(shape), jax.tree.map(jax.freeze, refs)
-
-
-def _tokens(inputs: TokenInputs) -> tuple[jax.Array, ...]:
-    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta
 
 
 def _target(implementation: str) -> dict[str, bool]:

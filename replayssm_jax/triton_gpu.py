@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
@@ -30,7 +29,7 @@ def step(
     rows: Any,
     checkpoint: jax.Array,
     buffer: InputBuffer,
-    inputs: TokenInputs,
+    tokens: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
     from replayssm_triton import fused_step
@@ -39,7 +38,7 @@ def step(
         checkpoint,
         _ring(buffer),
         fused_step.Rows(*rows),
-        _tokens(inputs),
+        tokens,
         window=spec.window,
         masked=masked,
     )
@@ -57,19 +56,15 @@ def fold(
 
 
 def recurrent_step(
-    spec: ReplaySpec, state: jax.Array, inputs: TokenInputs
+    spec: ReplaySpec, state: jax.Array, tokens: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels.recurrent_step`."""
     from replayssm_triton import conventional
 
-    return conventional.step(state, _tokens(inputs), delta=spec.rule == "delta")
+    return conventional.step(state, tokens, delta=spec.rule == "delta")
 
 
 def _ring(buffer: InputBuffer) -> Any:
     from replayssm_triton.fused_step import Ring
 
     return Ring(*(getattr(buffer, name) for name in Ring._fields))
-
-
-def _tokens(inputs: TokenInputs) -> tuple[jax.Array, ...]:
-    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta

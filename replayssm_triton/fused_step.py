@@ -54,13 +54,13 @@ class Ring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """int32 [B] each: what the pointer says of a row.
+    """[B] each: what the pointer says of a row; int32, but for `fresh`.
 
     Attributes:
       start: slot of the oldest committed record, a multiple of 8.
       length: committed records.
       num_new: how many of the T tokens are real; a row with 0 is left untouched.
-      fresh: not 0 where the checkpoint counts as zero, whatever it holds.
+      fresh: bool, whether the checkpoint counts as zero, whatever it holds.
     """
 
     start: Any

@@ -13,6 +13,10 @@ from pallas_kernels.scratch import shared_bytes
 FILLED = 256
 # Shared memory with which two programs fit on a multiprocessor of Hopper or Blackwell, and one.
 _HALF, _WHOLE = 113 * 1024, 226 * 1024
+# State rows of a program from which wider ones do not gain, by the bytes of what steps read.
+_WIDE = {4: 256, 2: 256, 1: 512}
+# Tiles of a read copy in flight.
+_COPIES = 4
 
 
 def configs(problem: Problem) -> list[Config]:
@@ -29,8 +33,12 @@ def configs(problem: Problem) -> list[Config]:
             if heads * rows % TILE == 0 and heads * rows <= 512:
                 # With one tile in flight three programs fit on a multiprocessor: channel decay,
                 # which works longer on each, gains from that (177 us against 185, KDA on an H200).
-                stages = 1 if p.channel else min(2, heads * rows // TILE)
-                found.append(Config(heads, rows, stages))
+                tiles = heads * rows // TILE
+                stages, copies = 1 if p.channel else min(2, tiles), 0
+                if p.read_dtype is not None:
+                    # Most steps have tiles of the copy in flight, in the place of the state's.
+                    stages, copies = 1, min(_COPIES, tiles)
+                found.append(Config(heads, rows, stages, copies))
     return found
 
 
@@ -40,8 +48,9 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
     def fitting(limit: int) -> list[Config]:
         cuts = []
         for config in configs(problem):
-            for stages in range(config.stages, 0, -1):
-                cut = dataclasses.replace(config, stages=stages)
+            flying = "stages" if problem.read_dtype is None else "copies"
+            for tiles in range(getattr(config, flying), 0, -1):
+                cut = dataclasses.replace(config, **{flying: tiles})
                 if shared_bytes(problem, cut, mode) <= limit:
                     cuts.append(cut)
                     break
@@ -54,7 +63,7 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
     def programs(config: Config) -> int:
         return problem.batch * problem.num_heads * problem.value_dim // config.num_rows
 
-    wide = [c for c in pairs if c.num_rows <= 256] or pairs
+    wide = [c for c in pairs if c.num_rows <= _WIDE[problem.read_bytes]] or pairs
     for config in wide:
         if programs(config) >= FILLED:
             return config

@@ -18,6 +18,7 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,15 +28,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.configs import choose, why_not
+from pallas_kernels.fold import Fold
 from pallas_kernels.layouts import (
     ACC,
     LHS,
     RHS,
     broadcast,
+    copy_rows,
     is_replicated,
     load,
-    operand_rows,
-    record_rows,
     state_rows,
     store,
     zeros,
@@ -51,7 +52,8 @@ from pallas_kernels.problem import (
     programs_per_row,
     term_pairs,
 )
-from pallas_kernels.program import F32, Program
+from pallas_kernels.program import F32
+from pallas_kernels.read_copy import ReadCopy, load_terms, load_tile
 from pallas_kernels.scratch import Scratch, scratch_types
 
 
@@ -61,8 +63,8 @@ class Ring(NamedTuple):
     Attributes:
       log_decay: [B, R, H] or [B, R, H, N] float32.
       key: [B, R, G, N].
-      value: [B, R, H, P], additive rule.
-      beta: [B, R, H] float32, additive rule.
+      value: [B, R, H, P], additive rule, or where there is a read copy.
+      beta: [B, R, H] float32, as `value`.
       update: [B, R, H, P] float32, delta rule.
     """
 
@@ -89,7 +91,7 @@ class Rows(NamedTuple):
     fresh: Any
 
 
-class Step(Program):
+class Step(Fold):
     """One program of the step; its methods are the stages in the order in which they run."""
 
     def __init__(
@@ -98,17 +100,15 @@ class Step(Program):
         config: Config,
         mode: Mode,
         state: Any,
+        copy: ReadCopy | None,
         ring: Ring,
         rows: Rows,
         inputs: Any,
         output: Any,
         scratch: Scratch,
     ):
-        super().__init__(problem, config, state)
-        self.mode, self.ring, self.inputs, self.output = mode, ring, inputs, output
-        self.sm = scratch
-        self.block = record_rows(problem.key_dim)
-        self.rows = rows
+        super().__init__(problem, config, mode, state, copy, scratch)
+        self.ring, self.rows, self.inputs, self.output = ring, rows, inputs, output
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
@@ -120,14 +120,15 @@ class Step(Program):
         if not self.mode.masked:
             self.num_new = self.p.num_tokens
 
-    def slot(self, j: int) -> jax.Array:
-        """Slot of record j of the window."""
-        return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
-
     def start_state(self) -> None:
         """Start the copies of the first state tiles."""
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
+
+    def start_copy(self) -> None:
+        """Start the copies of the first tiles of the read copy."""
+        for i in range(self.c.copies):
+            plgpu.copy_gmem_to_smem(self.copy_tile(i), self.sm.copy.at[i], self.sm.copy_bar.at[i])
 
     def load_tokens(self) -> list[tuple[Any, jax.Array]]:
         """Start loading the new tokens, as (place in shared memory, value) pairs.
@@ -145,12 +146,26 @@ class Step(Program):
             ]
             if p.channel:
                 loads.append((sm.g.at[t], load(g.at[b, t, self.head], self.channels)))
+        if self.copy is not None and sm.scale is not None:
+            loads.append((sm.scale, load(self.rows_of(self.copy.scale, b), self.layout)))
         return loads
 
     def start_window(self) -> None:
         """Start the copies of the committed records, in chunks, live ones only."""
         p, sm, b = self.p, self.sm, self.b
-        records = self.ring.update if p.delta else self.ring.value
+
+        def start_records(slots: Any, here: Any, bar: Any) -> None:
+            def start(ring: Any, place: Any) -> None:
+                plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), place.at[here], bar)
+
+            if p.solves_again:
+                self.branch(
+                    lambda: start(self.ring.value, sm.flush.value),
+                    lambda: start(self.ring.update, sm.record),
+                )
+            else:
+                start(self.ring.update if p.delta else self.ring.value, sm.record)
+
         for chunk in range(p.num_chunks):
 
             @pl.when(self.length > chunk * CHUNK)
@@ -160,7 +175,7 @@ class Step(Program):
                 plgpu.copy_gmem_to_smem(
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
-                plgpu.copy_gmem_to_smem(self.rows_of(records, b, slots), sm.record.at[here], bar)
+                start_records(slots, here, bar)
                 if p.channel:
                     plgpu.copy_gmem_to_smem(
                         self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
@@ -257,13 +272,6 @@ class Step(Program):
                     here = pl.ds(0, p.key_dim)
                     self.store_terms(rest, [sm.operand.at[b, c, here] for b in range(p.key_terms)])
 
-    def store_terms(self, value: jax.Array, places: list[Any]) -> None:
-        """Store float32 as bf16 terms, each the rounding of what those before it leave."""
-        for place in places:
-            top = value.astype(jnp.bfloat16)
-            store(place, top)
-            value = value - top.astype(F32)
-
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
         return [t, self.p.num_tokens + t] if self.p.delta else [t]
@@ -284,18 +292,22 @@ class Step(Program):
             column = broadcast(column, (TILE, self.p.key_dim), (1,), layout)
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
 
-    def multiply_tile(self, slot: Any, i: Any) -> None:
-        """The same for the columns of several tokens, on tensor cores."""
+    def multiply_tile(self, ref: Any, i: Any) -> None:
+        """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
         p, sm = self.p, self.sm
-        rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
+        optimized = not self.mode.interpret and p.read_dtype is None
+        rest = load(ref, LHS, optimized=optimized)
+        terms = [] if p.read_dtype is None else load_terms(rest, p.read_terms)
         products = zeros((TILE, p.padded_columns), ACC)
 
         def columns(b: int) -> jax.Array:
             return load(sm.operand.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
 
         first, top = columns(0), rest
-        for a, b in term_pairs(p.key_terms):
-            if b == 0:
+        for a, b in term_pairs(p.key_terms, p.read_terms):
+            if terms:
+                top = terms[a]
+            elif b == 0:
                 rest = rest - top.astype(F32) if a else rest
                 top = rest.astype(jnp.bfloat16)
             factor = columns(b) if b else first
@@ -313,12 +325,27 @@ class Step(Program):
         else:
             every = (slice(None),) * len(self.shape)
             places = [found.at[(*every, c)] for c in range(p.num_columns)]
-        return [load(place, self.layout) for place in places]
+        reads = [load(place, self.layout) for place in places]
+        if self.sm.scale is not None:
+            scale = load(self.sm.scale, self.layout)
+            reads = [read * scale for read in reads]
+        return reads
 
     def read_state(self) -> None:
-        """Stream the state tiles past the columns."""
-        p, sm, stages = self.p, self.sm, self.c.stages
-        layout = state_rows(p.key_dim)
+        """Stream the tiles of the state, or of its copy, past the columns."""
+        p, sm = self.p, self.sm
+        if self.copy is None:
+            tiles, arrived, stages = sm.state, sm.state_bar, self.c.stages
+            tile_at, layout = self.tile, state_rows(p.key_dim)
+        else:
+            tiles, arrived, stages = sm.copy, sm.copy_bar, self.c.copies
+            tile_at, layout = self.copy_tile, copy_rows(p.key_dim, p.read_bytes)[1]
+
+        def load_state(ref: Any) -> jax.Array:
+            if self.copy is None:
+                return load(ref, layout)
+            return load_tile(ref, p.read_dtype, p.key_dim, self.mode.interpret)
+
         columns = []
         if p.num_tokens == 1:
             columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
@@ -328,19 +355,17 @@ class Step(Program):
         @pl.loop(0, self.c.num_tiles)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
-            plgpu.barrier_wait(sm.state_bar.at[slot])
+            plgpu.barrier_wait(arrived.at[slot])
             if p.num_tokens == 1:
-                self.read_tile(load(sm.state.at[slot], layout), i, columns, layout)
+                self.read_tile(load_state(tiles.at[slot]), i, columns, layout)
             else:
-                self.multiply_tile(slot, i)
+                self.multiply_tile(tiles.at[slot], i)
             if self.c.num_tiles > stages:
                 plgpu.commit_smem()  # all threads have read the tile
 
                 @pl.when(i + stages < self.c.num_tiles)
                 def _() -> None:
-                    plgpu.copy_gmem_to_smem(
-                        self.tile(i + stages), sm.state.at[slot], sm.state_bar.at[slot]
-                    )
+                    plgpu.copy_gmem_to_smem(tile_at(i + stages), tiles.at[slot], arrived.at[slot])
 
     def score_window(self) -> None:
         """<k_j, r> of the window's keys and each column."""
@@ -436,7 +461,7 @@ class Step(Program):
                 query = jnp.where(t < self.num_new, query, 0.0)
             self.write_output(t, query)
             if self.mode.append:
-                self.append(t, folded, updates[t] if p.delta else load(sm.v.at[t], self.layout))
+                self.append(t, folded, updates[t])
 
     def decays_to(self, t: int) -> dict[int, jax.Array]:
         """Scalar decay: decay from each new token i < t to t, for each row."""
@@ -454,130 +479,8 @@ class Step(Program):
         score = self.sm.score[c, self.p.padded_window + i]
         return between[i] * score if i in between else score
 
-    def fold(self) -> None:
-        """Fold the window into the state, tile by tile, and read the columns in the same pass."""
-        p, sm, stages = self.p, self.sm, self.c.stages
-        operand = operand_rows()
-        self.make_fold_keys(operand)
-        plgpu.commit_smem()
-
-        @pl.loop(0, self.c.num_tiles)
-        def _(i: jax.Array) -> None:
-            slot = lax.rem(i, stages)
-            for first in blocks(p.padded_window):
-                here = pl.ds(first, BLOCK)
-                records = self.fold_records(first, i, operand)
-                self.store_terms(records, [sm.fold_record.at[term, here] for term in range(3)])
-            plgpu.commit_smem()
-            if self.c.num_tiles > stages:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
-                following = i - 1 + stages
-
-                @pl.when((i > 0) & (following < self.c.num_tiles))
-                def _() -> None:
-                    place = lax.rem(following, stages)
-                    plgpu.copy_gmem_to_smem(
-                        self.tile(following), sm.state.at[place], sm.state_bar.at[place]
-                    )
-
-            plgpu.barrier_wait(sm.state_bar.at[slot])
-            state = load(sm.state.at[slot], ACC, optimized=True)
-            shape = (TILE, p.key_dim)
-            if p.channel:
-                total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
-            else:
-                total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
-                total = broadcast(total, shape, (0,), ACC)
-            state = jnp.where(self.fresh, 0.0, state * total)
-            if self.mode.wgmma:
-                state = pl.run_state(self.accumulate)(plgpu.ACC.init(state))
-            else:
-                for first in blocks(p.padded_window):
-                    state = self.add_products(state, first)
-            store(sm.state.at[slot], state, optimized=True)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
-            if p.num_tokens == 1:
-                columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
-                self.read_tile(state, i, columns, ACC)
-            elif p.num_tokens:
-                self.multiply_tile(slot, i)
-
-    def make_fold_keys(self, layout: Any) -> None:
-        """The window's keys as bf16 terms in shared memory, dead ones zero."""
-        p, sm = self.p, self.sm
-        masked = {}
-        for first in blocks(p.padded_window):
-            keys = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
-            masked[first] = self.mask_dead(keys, first, layout)
-        plgpu.commit_smem()  # the terms may lie where the keys lay
-        for first, keys in masked.items():
-            here = pl.ds(first, BLOCK)
-            if sm.fold_key is None:
-                store(sm.key.at[here], keys)
-            else:
-                terms = range(p.key_terms)
-                self.store_terms(keys.astype(F32), [sm.fold_key.at[b, here] for b in terms])
-
-    def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
-        """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
-        here = pl.ds(first, BLOCK)
-        records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
-        if self.weighs_records:
-            records = records * self.tile_weights(here, i, layout)
-        return self.mask_dead(records, first, layout)
-
-    def tile_weights(self, here: Any, i: Any, layout: Any) -> jax.Array:
-        """Weights of 16 records in the rows of state tile i, which may be of several heads."""
-        shape, rows = (BLOCK, TILE), self.c.rows
-
-        def of_head(head: Any) -> jax.Array:
-            weight = load(self.sm.weight.at[here, head], layout.reduce(1))
-            return broadcast(weight, shape, (0,), layout)
-
-        if self.c.heads == 1:
-            return of_head(0)
-        head = i * TILE // rows
-        weights = of_head(head)
-        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        for other in range(1, others + 1):
-            known = jnp.minimum(head + other, self.c.heads - 1)
-            begins = (head + other) * rows - i * TILE
-            weights = jnp.where(column >= begins, of_head(known), weights)
-        return weights
-
-    def mask_dead(self, x: jax.Array, first: int, layout: Any) -> jax.Array:
-        """Zero the dead ones of the 16 records [16, n] from `first` on, whatever they hold."""
-        index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
-        return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
-
-    def accumulate(self, acc: Any) -> None:
-        """Add the product of the window's records and keys to an accumulator (Hopper)."""
-        p, sm = self.p, self.sm
-        for first in blocks(p.padded_window):
-            here = pl.ds(first, BLOCK)
-            for a, b in term_pairs(p.key_terms):
-                records = sm.fold_record.at[a, here].transpose((1, 0))
-                plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
-        plgpu.wgmma_wait(0)
-
-    def add_products(self, state: jax.Array, first: int) -> jax.Array:
-        """State tile plus the product of 16 records and their keys, term by term."""
-        p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
-        for a, b in term_pairs(p.key_terms):
-            records = sm.fold_record.at[a, here]
-            keys = sm.key.at[here] if sm.fold_key is None else sm.fold_key.at[b, here]
-            if self.mode.interpret:  # it has no warp-level products
-                records, keys = (load(x, operand_rows()).astype(F32) for x in (records, keys))
-                state = state + records.T @ keys
-            else:
-                records, keys = load(records.transpose((1, 0)), LHS), load(keys, RHS)
-                state = plgpu.mma(state, records, keys)
-        return state
-
-    def append(self, t: int, folded: bool, record: jax.Array) -> None:
-        """Record new token t, with its update or value, behind the committed ones."""
+    def append(self, t: int, folded: bool, update: jax.Array) -> None:
+        """Record new token t, with what the rule keeps of it, behind the committed ones."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         first = self.start + self.length
         if folded:
@@ -586,10 +489,13 @@ class Step(Program):
         @(pl.when(t < self.num_new) if self.mode.masked else lambda keep: keep())
         def _() -> None:
             slot = lax.rem(first + t, p.capacity)
-            store(self.rows_of(ring.update if p.delta else ring.value, b, slot), record)
+            if p.delta:
+                store(self.rows_of(ring.update, b, slot), update)
+            if p.keeps_raw_values:
+                store(self.rows_of(ring.value, b, slot), load(sm.v.at[t], self.layout))
             if not p.channel:
                 self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
-            if not p.delta:
+            if p.keeps_raw_values:
                 self.store_gate(self.load_heads(sm.new_gate, 1, t), ring.beta, b, slot)
 
             @pl.when(self.leads_group)
@@ -610,16 +516,21 @@ class Step(Program):
     def work(self) -> None:
         """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
         p, sm = self.p, self.sm
-        self.start_state()
+        if self.copy is None:
+            self.start_state()
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
         self.due = self.mode.fold & (self.length + self.num_new > p.window)
+        if self.copy is not None:
+            self.branch(self.start_state, self.start_copy)
         self.start_window()
         self.weigh_records()
         for place, value in tokens:
             store(place, value)
         if p.channel:
             self.wait_window()
+            if p.solves_again:
+                self.branch(self.solve_window, lambda: None)
             self.decay_keys()
         if sm.column is not None:
             if is_replicated(p.key_dim):
@@ -630,6 +541,8 @@ class Step(Program):
         def with_fold() -> None:
             if not p.channel:
                 self.wait_window()
+                if p.solves_again:
+                    self.solve_window()
             self.fold()
             after(folded=True)
 
@@ -647,13 +560,21 @@ class Step(Program):
             plgpu.commit_smem()
             self.finish(folded)
 
-        if not p.num_tokens:
+        self.branch(with_fold, without_fold)
+
+    def branch(self, with_fold: Callable[[], None], without_fold: Callable[[], None]) -> None:
+        """What a row does that is due, or is not; decided here where all rows do the same."""
+        if not self.p.num_tokens:
             with_fold()
         elif not self.mode.fold:
             without_fold()
         else:
             pl.when(self.due)(with_fold)
             pl.when(jnp.logical_not(self.due))(without_fold)
+
+    def solve_window(self) -> None:
+        """What the fold's solve needs of the window's raw records, before others take their place."""
+        self.prepare_solve(self.ring.log_decay, self.ring.beta)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""
@@ -680,8 +601,9 @@ def launch(
     rows: Rows,
     inputs: Any,
     config: Config | None = None,
+    copy: ReadCopy | None = None,
 ) -> jax.Array | None:
-    """Run a step over Refs: the checkpoint [B, H P, N] and the ring are updated in place.
+    """Run a step over Refs: the checkpoint [B, H P, N], its copy and the ring, updated in place.
 
     Args:
       problem: shapes; `why_not(problem, mode)` must be None.
@@ -691,6 +613,7 @@ def launch(
       rows: arrays.
       inputs: (q, k, v, g, beta), or () for a flush of the rows whose `num_new` is not 0.
       config: None for the one that `choose` finds.
+      copy: Refs of the read copy, None without one.
 
     Returns:
       Outputs [B, T, H, P] in the dtype of v; None for a flush.
@@ -709,7 +632,8 @@ def launch(
         refs, scratch = args[:-1], args[-1].unpacked()
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
-        Step(p, config, mode, checkpoint, ring, Rows(*refs[:4]), given, output, scratch).run()
+        rows = Rows(*refs[:4])
+        Step(p, config, mode, checkpoint, copy, ring, rows, given, output, scratch).run()
 
     body.__name__ = "replay_step" if p.num_tokens else "replay_fold"
     output = jax.ShapeDtypeStruct((p.batch, p.num_tokens, p.num_heads, p.value_dim), p.value_dtype)

@@ -35,6 +35,19 @@ def state_rows(key_dim: int) -> Any:
     return _layout(((64, width), (16, width), (32 // lanes, width), (4,)), (-7,), (-3, -2))
 
 
+def copy_rows(key_dim: int, itemsize: int) -> tuple[Any, Any]:
+    """[64 r, N] rows of a narrower dtype: as lanes read them, and the same in vectors of four.
+
+    A lane reads up to 16 bytes, at least two lanes a row.
+    """
+    vector, lanes = max(
+        (v, n) for v in (4, 8, 16) for n in (2, 4, 8) if v * itemsize <= 16 and key_dim % (v * n) == 0
+    )
+    width = vector * lanes
+    tiles = ((64, width), (16, width), (32 // lanes, width), (vector,))
+    return _layout(tiles, (-7,), (-3, -2)), _layout((*tiles, (4,)), (-8,), (-4, -3))
+
+
 def record_rows(key_dim: int) -> Any:
     """[16, N] records: eight lanes for each of 16 rows."""
     vector = 4 if key_dim % 32 == 0 else 2
@@ -72,11 +85,13 @@ def spread(*shape: int, vector: int = 4) -> Any:
     return _layout(tiles, tuple(warps), tuple(lanes))
 
 
-def swizzled(dtype: Any, width: int, swizzle: int | None = None) -> tuple[Any, Any]:
+def swizzled(dtype: Any, width: int, swizzle: int | None = None) -> Any:
     """Transforms of a shared-memory tile whose rows are `width` wide."""
     itemsize = jnp.dtype(dtype).itemsize
     if swizzle is None:
-        swizzle = next(s for s in (128, 64, 32) if width * itemsize % s == 0)
+        swizzle = next((s for s in (128, 64, 32) if width * itemsize % s == 0), None)
+    if swizzle is None:  # 8-bit rows of 48 bytes lie as they are
+        return ()
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     return tiling((8, swizzle // itemsize)), swizzling(swizzle)

@@ -37,6 +37,7 @@ class Problem:
       channel: one log-decay for each key channel, else one for each head.
       key_dtype: of q, k and the key ring.
       value_dtype: of v, the value ring and the output.
+      read_dtype: None where steps read the checkpoint, or the dtype of its low-precision copy.
     """
 
     batch: int
@@ -51,6 +52,7 @@ class Problem:
     channel: bool
     key_dtype: Any
     value_dtype: Any
+    read_dtype: Any = None
 
     @property
     def heads_per_group(self) -> int:
@@ -92,6 +94,28 @@ class Problem:
         """Of the ring that a fold weighs: updates (delta rule) or values."""
         return jnp.dtype(jnp.float32) if self.delta else self.value_dtype
 
+    @property
+    def keeps_raw_values(self) -> bool:
+        """Whether the ring has values and betas."""
+        return not self.delta or self.solves_again
+
+    @property
+    def solves_again(self) -> bool:
+        """Whether a fold solves for the updates: the ring's carry the rounding of a read copy."""
+        return self.delta and self.read_dtype is not None
+
+    @property
+    def read_bytes(self) -> int:
+        """Of an element of what steps read."""
+        return 4 if self.read_dtype is None else jnp.dtype(self.read_dtype).itemsize
+
+    @property
+    def read_terms(self) -> int:
+        """bf16 terms that hold what steps read: exactly in a copy, in fp32 to its accuracy."""
+        if self.read_dtype is None:
+            return 3
+        return 2 if self.read_dtype == jnp.float16 else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -101,11 +125,13 @@ class Config:
       heads: heads of one program, all of one group.
       rows: state rows of each of these heads; fewer than P only where `heads` is 1.
       stages: state tiles in flight.
+      copies: tiles of the read copy in flight.
     """
 
     heads: int
     rows: int
     stages: int
+    copies: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -147,9 +173,9 @@ def programs_per_row(problem: Problem, config: Config) -> int:
     return problem.num_heads * problem.value_dim // config.num_rows
 
 
-def term_pairs(key_terms: int) -> list[tuple[int, int]]:
+def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
     """Products of bf16 terms (of fp32 values, of keys) that an fp32-accurate product needs.
 
     In the order of the first; the others are below fp32 rounding.
     """
-    return [(a, b) for a in range(3) for b in range(min(key_terms, 3 - a))]
+    return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]

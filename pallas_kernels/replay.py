@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fused_step import Ring, Rows, launch
 from pallas_kernels.problem import Mode, Problem
+from pallas_kernels.read_copy import ReadCopy
 
 
 def step(
@@ -25,6 +26,7 @@ def step(
     masked: bool = True,
     wgmma: bool = True,
     interpret: bool = False,
+    copy: ReadCopy | None = None,
 ) -> jax.Array:
     """Fold the rows whose tokens would not fit in the window, append T tokens, evaluate them.
 
@@ -38,6 +40,8 @@ def step(
       masked: whether rows may have fewer than T tokens, `rows.num_new`.
       wgmma: fold by the tensor-core products that only Hopper has.
       interpret: for the interpreter on CPU.
+      copy: None, or Refs of a low-precision copy of the checkpoint: tokens are evaluated from it,
+        and a fold writes both. Under the delta rule the ring then has values and betas too.
 
     Returns:
       [B, T, H, P] in the dtype of v; zero for tokens that are not real.
@@ -46,7 +50,7 @@ def step(
       ValueError: no kernel for these shapes or dtypes.
     """
     mode = Mode(masked=masked, wgmma=wgmma, interpret=interpret)
-    return _run(mode, checkpoint, ring, rows, inputs, window)
+    return _run(mode, checkpoint, ring, rows, inputs, window, copy)
 
 
 def evaluate(
@@ -58,13 +62,14 @@ def evaluate(
     window: int,
     masked: bool = True,
     interpret: bool = False,
+    copy: ReadCopy | None = None,
 ) -> jax.Array:
     """Outputs of T tokens after the committed records; nothing is written.
 
     Args and returns as `step`; whether the tokens would fit in the window does not matter.
     """
     mode = Mode(fold=False, append=False, masked=masked, interpret=interpret)
-    return _run(mode, checkpoint, ring, rows, inputs, window)
+    return _run(mode, checkpoint, ring, rows, inputs, window, copy)
 
 
 def fold(
@@ -75,16 +80,25 @@ def fold(
     window: int,
     wgmma: bool = True,
     interpret: bool = False,
+    copy: ReadCopy | None = None,
 ) -> None:
     """Fold the records of the rows whose `num_new` is not 0 into the checkpoint, in place.
 
     Args as `step`; the ring stays as it is, and the pointer is the caller's to move.
     """
     mode = Mode(append=False, wgmma=wgmma, interpret=interpret)
-    _run(mode, checkpoint, ring, rows, (), window)
+    _run(mode, checkpoint, ring, rows, (), window, copy)
 
 
-def _run(mode: Mode, checkpoint: Any, ring: Ring, rows: Rows, inputs: Any, window: int) -> Any:
+def _run(
+    mode: Mode,
+    checkpoint: Any,
+    ring: Ring,
+    rows: Rows,
+    inputs: Any,
+    window: int,
+    copy: ReadCopy | None,
+) -> Any:
     batch, num_rows, key_dim = checkpoint.shape
     num_heads = ring.log_decay.shape[2]
     # A flush has no tokens, and under the delta rule nothing else has the dtype of values.
@@ -102,5 +116,6 @@ def _run(mode: Mode, checkpoint: Any, ring: Ring, rows: Rows, inputs: Any, windo
         channel=ring.log_decay.ndim == 4,
         key_dtype=ring.key.dtype,
         value_dtype=jnp.dtype(jnp.float32) if values is None else values.dtype,
+        read_dtype=None if copy is None else jnp.dtype(copy.values.dtype),
     )
-    return launch(problem, mode, checkpoint, ring, rows, inputs)
+    return launch(problem, mode, checkpoint, ring, rows, inputs, copy=copy)

@@ -37,16 +37,38 @@ class Scratch(NamedTuple):
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
     shared: Any  # None, or gate and key in one place with fold_key, which is made of them
+    copy: Any  # read copy: its tiles in flight
+    scale: Any  # 8-bit read copy: for each state row
+    flush: Any  # read copy: `Flush`
+    either: Any  # None, or what only steps that fold need in one place with copy: one has either
     state_bar: Any
+    copy_bar: Any
     window_bar: Any
 
     def unpacked(self) -> Scratch:
-        """The same with the parts of `shared` as fields of their own."""
-        if self.shared is None:
-            return self
-        window, fold_key = self.shared
-        *gate, key = window
-        return self._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
+        """The same with the parts of `shared` and `either` as fields of their own."""
+        found = self
+        if self.either is not None:
+            (state, fold_record, flush), copy = self.either
+            found = found._replace(state=state, fold_record=fold_record, flush=flush, copy=copy)
+        if self.shared is not None:
+            window, fold_key = self.shared
+            *gate, key = window
+            found = found._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
+        return found
+
+
+class Flush(NamedTuple):
+    """What a fold needs beside a read copy; all but `encoded` are to solve for updates again."""
+
+    encoded: Any  # a tile of the new copy
+    value: Any  # raw values of the window
+    beta: Any  # for each record and head
+    decay: Any  # scalar decay: of each record by itself
+    since: Any  # scalar decay: of the checkpoint up to each record
+    key: Any  # bf16 terms of the keys, by channel times the decay of the checkpoint up to each
+    system: Any  # <k_j, k_i> of the window's records j < i, decayed from one to the other
+    read: Any  # S k for each row of a tile and each of these keys
 
 
 def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
@@ -66,8 +88,23 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         fold_key = sm((p.key_terms, window, n), bf16, transforms=swizzle)
         shared = plgpu.RefUnion((gate, key) if channel else (key,), fold_key)
+    state: Any = sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n))
+    fold_record: Any = None
+    if mode.fold:
+        fold_record = sm((3, window, TILE), bf16, transforms=swizzle)
+    copy = flush = either = None
+    if p.read_dtype is not None:
+        if mode.fold:
+            flush = _flush_types(p, c)
+        if p.num_tokens:
+            tiles = swizzled(p.read_dtype, n)
+            copy = sm((c.copies, TILE, n), p.read_dtype, transforms=tiles)
+            state = state if mode.fold else None
+        if copy is not None and flush is not None:
+            either = plgpu.RefUnion((state, fold_record, flush), copy)
+            state = fold_record = flush = copy = None
     return Scratch(
-        state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
+        state=state,
         key=None if shared else key,
         record=sm((window, *rows), p.record_dtype),
         gate=None if shared else gate,
@@ -85,11 +122,37 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         new_gate=sm((2, tokens, *heads), F32),
         score=sm((columns, window + p.padded_tokens), F32),
         read=sm((*rows, p.padded_columns) if p.num_tokens > 1 else (columns, *rows), F32),
-        fold_record=sm((3, window, TILE), bf16, transforms=swizzle) if mode.fold else None,
+        fold_record=fold_record,
         fold_key=None,
         shared=shared,
+        copy=copy,
+        scale=sm(rows, F32) if p.read_bytes == 1 else None,
+        flush=flush,
+        either=either,
         state_bar=plgpu.Barrier(num_barriers=c.stages),
+        copy_bar=plgpu.Barrier(num_barriers=c.copies) if p.read_dtype is not None else None,
         window_bar=plgpu.Barrier(num_arrivals=3 if channel else 2, num_barriers=p.num_chunks),
+    )
+
+
+def _flush_types(p: Problem, c: Config) -> Flush:
+    sm, window, n = plgpu.SMEM, p.padded_window, p.key_dim
+    rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
+    encoded = sm((TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
+    if not p.solves_again:
+        return Flush(encoded, *[None] * 7)
+    gates = sm((window, c.heads), F32)
+    return Flush(
+        encoded=encoded,
+        value=sm((window, *rows), p.value_dtype),
+        beta=gates,
+        decay=None if p.channel else gates,
+        since=None if p.channel else gates,
+        # Read as the operand of `Scratch`: hence rows longer than N.
+        key=sm((p.key_terms, window, n + 8), jnp.bfloat16),
+        system=sm((c.heads, window, window), F32),
+        # A thread has a row: hence longer ones here too.
+        read=sm((TILE, window + 2), F32),
     )
 
 

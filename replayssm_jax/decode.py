@@ -17,7 +17,7 @@ import numpy as np
 
 from replayssm_jax import dispatch, window
 from replayssm_jax.checks import debug_check
-from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due
+from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due, stored_of
 from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.spec import ReplaySpec
@@ -381,9 +381,9 @@ def _verify_by_kernel(
     num_tokens = inputs.v.shape[1]
     pointer = state.pointer
     _check_real_gates(inputs.g, leading(lengths, num_tokens))
-    output, checkpoint, buffer = kernels.step(
+    output, stored, buffer = kernels.step(
         spec,
-        state.checkpoint,
+        stored_of(state),
         state.buffer,
         pointer,
         lengths,
@@ -394,7 +394,8 @@ def _verify_by_kernel(
     pending = jnp.where(num_new > 0, num_new, pointer.pending)
     pointer = emptied(spec, pointer, is_due(spec, pointer, num_new))
     pointer = dataclasses.replace(pointer, pending=pending)
-    return output, dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, pointer=pointer)
+    stored_fields = stored._asdict()
+    return output, dataclasses.replace(state, **stored_fields, buffer=buffer, pointer=pointer)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -458,16 +459,16 @@ def _flush(
     from replayssm_jax import kernels
 
     due = jnp.ones((), jnp.bool) if where is None else where
-    checkpoint = kernels.fold(
+    stored = kernels.fold(
         spec,
-        state.checkpoint,
+        stored_of(state),
         state.buffer,
         state.pointer,
         due,
         implementation=implementation,
     )
     pointer = emptied(spec, state.pointer, due)
-    return dataclasses.replace(state, checkpoint=checkpoint, pointer=pointer)
+    return dataclasses.replace(state, **stored._asdict(), pointer=pointer)
 
 
 def _append(

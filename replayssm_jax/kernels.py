@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.inputs import TokenInputs
+from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer, Pointer
 
@@ -34,27 +35,25 @@ def why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | Non
     """Why no kernel runs T tokens of a layer; None where one does."""
     if spec.state_dtype != jnp.float32:
         return f"the checkpoint must be float32, found {spec.state_dtype.name}"
-    if spec.read_dtype is not None:
-        return f"its kernels read no low-precision copy, found read_dtype={spec.read_dtype.name}"
     reason: str | None = _module(implementation).why_not(spec, num_tokens)
     return reason
 
 
 def step(
     spec: ReplaySpec,
-    checkpoint: jax.Array,
+    stored: Stored,
     buffer: InputBuffer,
     pointer: Pointer,
     num_new: jax.Array | None,
     inputs: TokenInputs,
     *,
     implementation: str,
-) -> tuple[jax.Array, jax.Array, InputBuffer]:
+) -> tuple[jax.Array, Stored, InputBuffer]:
     """Fold the rows that are due, append T tokens, evaluate their outputs.
 
     Args:
       spec: the layer.
-      checkpoint: [B, H, P, N].
+      stored: the checkpoint and its read copy.
       buffer: the ring.
       pointer: before the step.
       num_new: None where all T tokens of all rows are real, or int32 [B].
@@ -62,29 +61,27 @@ def step(
       implementation: whose kernels.
 
     Returns:
-      Outputs [B, T, H, P], the checkpoint and the ring.
+      Outputs [B, T, H, P], the checkpoint with its copy, and the ring.
     """
     batch_size, num_tokens = inputs.v.shape[:2]
     rows = _rows(pointer, batch_size, num_tokens if num_new is None else num_new)
     run = _in_place(spec, implementation, num_new is not None)
-    result: tuple[jax.Array, jax.Array, InputBuffer] = run(
-        rows, checkpoint, buffer, _tokens(inputs)
-    )
+    result: tuple[jax.Array, Stored, InputBuffer] = run(rows, stored, buffer, _tokens(inputs))
     return result
 
 
 def fold(
     spec: ReplaySpec,
-    checkpoint: jax.Array,
+    stored: Stored,
     buffer: InputBuffer,
     pointer: Pointer,
     where: jax.Array,
     *,
     implementation: str,
-) -> jax.Array:
-    """The checkpoint with the records of the rows `where` (bool, [B] or scalar) folded."""
-    rows = _rows(pointer, checkpoint.shape[0], where)
-    result: jax.Array = _fold(spec, implementation)(rows, checkpoint, buffer)
+) -> Stored:
+    """The checkpoint, and its copy, with the records of the rows `where` (bool) folded."""
+    rows = _rows(pointer, stored.checkpoint.shape[0], where)
+    result: Stored = _fold(spec, implementation)(rows, stored, buffer)
     return result
 
 

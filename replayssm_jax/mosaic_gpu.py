@@ -12,7 +12,9 @@ from pallas_kernels import conventional, replay
 from pallas_kernels.configs import why_not as why_no_kernel
 from pallas_kernels.fused_step import Ring, Rows
 from pallas_kernels.problem import Mode, Problem
+from pallas_kernels.read_copy import ReadCopy
 from replayssm_jax import dispatch
+from replayssm_jax.precision import Scaled, Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
@@ -27,36 +29,38 @@ def step(
     implementation: str,
     masked: bool,
     rows: Any,
-    checkpoint: jax.Array,
+    stored: Stored,
     buffer: InputBuffer,
     tokens: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array, InputBuffer]:
+) -> tuple[jax.Array, Stored, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
-    output, checkpoint, ring = _with_refs(
-        checkpoint,
-        buffer,
-        lambda state, ring: replay.step(
+
+    def run(state: Any, copy: ReadCopy | None, ring: Ring) -> jax.Array:
+        return replay.step(
             state,
             ring,
             Rows(*rows),
             tokens,
             window=spec.window,
             masked=masked,
+            copy=copy,
             **_target(implementation),
-        ),
-    )
-    return output, checkpoint, dataclasses.replace(buffer, **ring._asdict())
+        )
+
+    output, stored, ring = _with_refs(stored, buffer, run)
+    return output, stored, dataclasses.replace(buffer, **ring._asdict())
 
 
 def fold(
-    spec: ReplaySpec, implementation: str, rows: Any, checkpoint: jax.Array, buffer: InputBuffer
-) -> jax.Array:
+    spec: ReplaySpec, implementation: str, rows: Any, stored: Stored, buffer: InputBuffer
+) -> Stored:
     """As `kernels.fold`."""
 
-    def run(state: Any, ring: Ring) -> None:
-        replay.fold(state, ring, Rows(*rows), window=spec.window, **_target(implementation))
+    def run(state: Any, copy: ReadCopy | None, ring: Ring) -> None:
+        target = _target(implementation)
+        replay.fold(state, ring, Rows(*rows), window=spec.window, copy=copy, **target)
 
-    return _with_refs(checkpoint, buffer, run)[1]
+    return _with_refs(stored, buffer, run)[1]
 
 
 def recurrent_step(
@@ -85,14 +89,28 @@ def verify_snapshots(
 
 
 def _with_refs(
-    checkpoint: jax.Array, buffer: InputBuffer, run: Callable[[Any, Ring], Any]
-) -> tuple[Any, jax.Array, Ring]:
-    """What `run` returns, and the checkpoint and the ring that it leaves."""
-    shape = checkpoint.shape
-    flat = jax.new_ref(checkpoint.reshape(shape[0], -1, shape[3]))
+    stored: Stored, buffer: InputBuffer, run: Callable[[Any, ReadCopy | None, Ring], Any]
+) -> tuple[Any, Stored, Ring]:
+    """What `run` returns, and the checkpoint, its copy and the ring that it leaves."""
+    shape, copy = stored.checkpoint.shape, stored.read_copy
+    flat = jax.new_ref(_flat(stored.checkpoint))
+    values = copy_refs = None
+    if copy is not None:
+        values, scale = (copy.values, copy.scale) if isinstance(copy, Scaled) else (copy, None)
+        copy_refs = jax.tree.map(jax.new_ref, ReadCopy(_flat(values), scale))
     refs = jax.tree.map(jax.new_ref, Ring(*(getattr(buffer, name) for name in Ring._fields)))
-    output = run(flat, refs)
-    return output, jax.freeze(flat).reshape(shape), jax.tree.map(jax.freeze, refs)
+    output = run(flat, copy_refs, refs)
+    if copy_refs is not None:
+        values, scale = jax.tree.map(jax.freeze, copy_refs)
+        values = values.reshape(shape)
+        copy = values if scale is None else Scaled(values, scale)
+    stored = stored._replace(checkpoint=jax.freeze(flat).reshape(shape), read_copy=copy)
+    return output, stored, jax.tree.map(jax.freeze, refs)
+
+
+def _flat(state: jax.Array) -> jax.Array:
+    """[B, H, P, N] as [B, H P, N]."""
+    return state.reshape(state.shape[0], -1, state.shape[3])
 
 
 def _target(implementation: str) -> dict[str, bool]:
@@ -114,4 +132,5 @@ def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
         channel=spec.decay == "channel",
         key_dtype=spec.key_dtype,
         value_dtype=spec.value_dtype,
+        read_dtype=spec.read_dtype,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
@@ -16,6 +17,8 @@ def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""
     from replayssm_triton import configs
 
+    if spec.read_dtype is not None:
+        return f"its kernels read no low-precision copy, found read_dtype={spec.read_dtype.name}"
     dtypes = (spec.key_dtype, spec.value_dtype)
     if not set(dtypes) <= {jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32)}:
         return f"inputs must be bf16, fp16 or fp32, found {dtypes[0]} and {dtypes[1]}"
@@ -27,32 +30,34 @@ def step(
     implementation: str,
     masked: bool,
     rows: Any,
-    checkpoint: jax.Array,
+    stored: Stored,
     buffer: InputBuffer,
     tokens: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array, InputBuffer]:
+) -> tuple[jax.Array, Stored, InputBuffer]:
     """As `kernels.step`, for arrays of as many rows as come."""
     from replayssm_triton import fused_step
 
     output, checkpoint, ring = fused_step.step(
-        checkpoint,
+        stored.checkpoint,
         _ring(buffer),
         fused_step.Rows(*rows),
         tokens,
         window=spec.window,
         masked=masked,
     )
-    return output, checkpoint, dataclasses.replace(buffer, **ring._asdict())
+    stored = stored._replace(checkpoint=checkpoint)
+    return output, stored, dataclasses.replace(buffer, **ring._asdict())
 
 
 def fold(
-    spec: ReplaySpec, implementation: str, rows: Any, checkpoint: jax.Array, buffer: InputBuffer
-) -> jax.Array:
+    spec: ReplaySpec, implementation: str, rows: Any, stored: Stored, buffer: InputBuffer
+) -> Stored:
     """As `kernels.fold`."""
     from replayssm_triton import fused_step
 
     rows = fused_step.Rows(*rows)
-    return fused_step.fold(checkpoint, _ring(buffer), rows, window=spec.window)
+    checkpoint = fused_step.fold(stored.checkpoint, _ring(buffer), rows, window=spec.window)
+    return stored._replace(checkpoint=checkpoint)
 
 
 def recurrent_step(

@@ -1,0 +1,213 @@
+"""Updates of a window, solved again from its raw records: the delta rule beside a read copy.
+
+The updates in the ring were computed from the copy; a fold of them would feed its rounding back into
+the recurrence. So a fold solves, with the float32 checkpoint S and G_i = g_1 + ... + g_i,
+
+    u_i = beta_i (v_i - S (exp(G_i) k_i) - sum_{j<i} <k_j, exp(G_i - G_j) k_i> u_j)
+
+The products with S are a tensor-core product for each state tile; what is left is local to a state
+row, by forward substitution. Nothing here depends on the format of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.layouts import ACC, LHS, RHS, broadcast, load, record_rows, spread, store, zeros
+from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks, term_pairs
+from pallas_kernels.program import F32, Program
+from pallas_kernels.read_copy import ReadCopy
+from pallas_kernels.scratch import Scratch
+
+
+class Solve(Program):
+    """The part of a step's program that solves for the updates of a window."""
+
+    # Of the row: where it stands, and whether its checkpoint counts as zero.
+    start: jax.Array
+    length: jax.Array
+    fresh: jax.Array
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: Config,
+        mode: Mode,
+        state: Any,
+        copy: ReadCopy | None,
+        sm: Scratch,
+    ):
+        super().__init__(problem, config, state)
+        self.mode, self.copy, self.sm = mode, copy, sm
+        self.block = record_rows(problem.key_dim)
+
+    def copy_tile(self, i: Any) -> Any:
+        """Tile i of the read copy in device memory."""
+        assert self.copy is not None
+        return self.copy.values.at[self.b, pl.ds(self.first_row + i * TILE, TILE)]
+
+    def slot(self, j: int) -> jax.Array:
+        """Slot of record j of the window."""
+        return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
+
+    def store_terms(self, value: jax.Array, places: list[Any]) -> None:
+        """Store float32 as bf16 terms, each the rounding of what those before it leave."""
+        for place in places:
+            top = value.astype(jnp.bfloat16)
+            store(place, top)
+            value = value - top.astype(F32)
+
+    def prepare_solve(self, log_decay: Any, beta: Any) -> None:
+        """What the systems of all state rows share, from the keys and gates of the window.
+
+        Args:
+          log_decay: the ring's, [B, R, H] in device memory; by channel the window's are at hand.
+          beta: [B, R, H] in device memory.
+        """
+        self.load_gates(log_decay, beta)
+        self.make_solve_keys()
+        plgpu.commit_smem()
+        self.make_system()
+        plgpu.commit_smem()  # all threads have read the window
+
+    def load_gates(self, log_decay: Any, beta: Any) -> None:
+        """Gates of the records, for each head; dead ones are identities."""
+        p, flush = self.p, self.sm.flush
+        order = range(p.window)
+        betas = [self.load_gate(beta, self.b, self.slot(j)) for j in order]
+        decays = []
+        if not p.channel:
+            decays = [self.load_gate(log_decay, self.b, self.slot(j)) for j in order]
+        for j, value in enumerate(betas):
+            self.store_heads(value, flush.beta, j)
+        since = self.constant(0.0)
+        for j, decay in enumerate(decays):
+            decay = jnp.where(j < self.length, decay, 0.0)
+            since = since + decay
+            self.store_heads(jnp.exp(decay), flush.decay, j)
+            self.store_heads(jnp.exp(since), flush.since, j)
+
+    def make_solve_keys(self) -> None:
+        """The keys that are multiplied with the state, as bf16 terms; dead ones may be anything."""
+        p, sm = self.p, self.sm
+        since = zeros((p.key_dim,), self.channels)
+        for j in range(p.window):
+            key = load(sm.key.at[j], self.channels).astype(F32)
+            if p.channel:
+                since = since + load(sm.gate.at[j], self.channels)
+                key = key * jnp.exp(since)
+            here = pl.ds(0, p.key_dim)
+            self.store_terms(key, [sm.flush.key.at[b, j, here] for b in range(p.key_terms)])
+
+    def make_system(self) -> None:
+        """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
+        p, sm = self.p, self.sm
+        shape = (BLOCK, p.key_dim)
+        live = jnp.minimum(self.length, p.window)
+
+        @pl.loop(0, self.c.heads)
+        def _(head: jax.Array) -> None:
+            for first in blocks(p.padded_window):
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.block) + first
+
+                def advance(i: jax.Array, keys: jax.Array, first: int = first, row: Any = row) -> Any:
+                    """The block's keys before record i as it sees them, its own among them."""
+                    key = load(sm.key.at[i], self.block.reduce(0)).astype(F32)
+                    key = broadcast(key, shape, (1,), self.block)
+                    if p.channel:
+                        decay = jnp.exp(load(sm.gate.at[i], self.block.reduce(0)))
+                        keys = keys * broadcast(decay, shape, (1,), self.block)
+                    else:
+                        keys = keys * sm.flush.decay[i, head]
+                    place = sm.flush.system.at[head, i, pl.ds(first, BLOCK)]
+                    store(place, jnp.sum(keys * key, axis=1))
+                    return jnp.where(row == i, key, keys)
+
+                lax.fori_loop(jnp.int32(first), live, advance, zeros(shape, self.block))
+
+    def solve_tile(self, slot: Any, i: Any) -> None:
+        """The updates of the window's records in the rows of state tile i."""
+        self.read_keys(slot)
+        plgpu.commit_smem()
+        self.substitute(i)
+        plgpu.commit_smem()
+
+    def read_keys(self, slot: Any) -> None:
+        """Products of the state tile with the keys of the window."""
+        p, sm = self.p, self.sm
+        rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
+        rest = jnp.where(self.fresh, 0.0, rest)
+        products = zeros((TILE, p.padded_window), ACC)
+        top = rest
+        for a, b in term_pairs(p.key_terms):
+            if b == 0:
+                rest = rest - top.astype(F32) if a else rest
+                top = rest.astype(jnp.bfloat16)
+            keys = load(sm.flush.key.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
+            if self.mode.interpret:  # it has no warp-level products
+                products = products + top.astype(F32) @ keys.astype(F32)
+            else:
+                products = plgpu.mma(products, top, keys)
+        store(sm.flush.read.at[:, pl.ds(0, p.padded_window)], products)
+
+    def substitute(self, i: Any) -> None:
+        """Forward substitution, a few records at a time, a thread for each row of state tile i."""
+        p, sm = self.p, self.sm
+        layout = spread(TILE, vector=1)
+
+        def record(j: Any) -> Any:
+            return self.tile_rows(sm.record, j, i=i)
+
+        def score(later: Any, j: Any) -> Any:
+            return self.of_tile(lambda head: sm.flush.system[head, later, j], i, layout)
+
+        @pl.loop(0, (self.length + CHUNK - 1) // CHUNK)
+        def _(chunk: jax.Array) -> None:
+            here = [chunk * CHUNK + n for n in range(CHUNK)]
+
+            def add_chunk(earlier: jax.Array, sums: tuple[jax.Array, ...]) -> Any:
+                for n in range(CHUNK):
+                    j = earlier * CHUNK + n
+                    update = load(record(j), layout)
+                    sums = tuple(
+                        s + update * score(later, j) for s, later in zip(sums, here, strict=True)
+                    )
+                return sums
+
+            sums = lax.fori_loop(0, chunk, add_chunk, (zeros((TILE,), layout),) * CHUNK)
+            updates: list[jax.Array] = []
+            for n, j in enumerate(here):
+                value = load(self.tile_rows(sm.flush.value, j, i=i), layout).astype(F32)
+                read = load(sm.flush.read.at[:, j], layout)
+                if not p.channel:
+                    since = self.of_tile(lambda head, j=j: sm.flush.since[j, head], i, layout)
+                    read = read * since
+                total = sums[n]
+                for m, update in enumerate(updates):
+                    total = total + update * score(j, here[m])
+                beta = self.of_tile(lambda head, j=j: sm.flush.beta[j, head], i, layout)
+                update = jnp.where(j < self.length, beta * (value - read - total), 0.0)
+                updates.append(update)
+                store(record(j), update)
+
+    def of_tile(self, of_head: Callable[[Any], jax.Array], i: Any, layout: Any) -> jax.Array:
+        """What depends on the head, for the rows of state tile i, which may be of several."""
+        if self.c.heads == 1:
+            return of_head(0)
+        rows = self.c.rows
+        head = i * TILE // rows
+        if rows % TILE == 0:
+            return of_head(head)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout) + i * TILE
+        found = zeros((TILE,), layout) + of_head(head)
+        for other in range(1, (TILE - 1) // rows + (TILE % rows != 0) + 1):
+            known = jnp.minimum(head + other, self.c.heads - 1)
+            found = jnp.where(row >= (head + other) * rows, of_head(known), found)
+        return found

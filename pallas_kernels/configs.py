@@ -15,8 +15,8 @@ FILLED = 256
 _HALF, _WHOLE = 113 * 1024, 226 * 1024
 # State rows of a program from which wider ones do not gain, by the bytes of what steps read.
 _WIDE = {4: 256, 2: 256, 1: 512}
-# Tiles of a read copy in flight.
-_COPIES = 4
+# Tiles of a read copy in flight, by the bytes of its elements: two programs fill a multiprocessor.
+_COPIES = {2: 4, 1: 8}
 
 
 def configs(problem: Problem) -> list[Config]:
@@ -37,7 +37,7 @@ def configs(problem: Problem) -> list[Config]:
                 stages, copies = 1 if p.channel else min(2, tiles), 0
                 if p.read_dtype is not None:
                     # Most steps have tiles of the copy in flight, in the place of the state's.
-                    stages, copies = 1, min(_COPIES, tiles)
+                    stages, copies = 1, min(_COPIES[p.read_bytes], tiles)
                 found.append(Config(heads, rows, stages, copies))
     return found
 

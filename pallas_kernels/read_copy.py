@@ -2,11 +2,12 @@
 
 In 8 bits every state row has a float32 scale, which takes the row's largest magnitude to the
 largest number of the format. Products with a row are scaled, not its elements. A row with a value
-that is not finite has the scale NaN and zeros for values: it reads as NaN, and no other row does.
+that is not finite has the scale NaN: it reads as NaN, and no other row does.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import vector as vector_dialect
 
 from pallas_kernels.layouts import broadcast, copy_rows, load
 from pallas_kernels.problem import TILE
@@ -68,10 +72,8 @@ def encode(tile: jax.Array, dtype: Any, layout: Any) -> tuple[jax.Array, jax.Arr
     # At least the smallest normal number: a row of zeros stays one. At most what takes `top` to a
     # finite number: the quotient may have been rounded up.
     most = float(np.nextafter(np.float32(_HUGE / top), np.float32(0)))
-    scale = jnp.maximum(jnp.minimum(amax * (1 / top), most), _TINY)
-    factor = jnp.where(finite, 1 / scale, 0.0)
-    values = jnp.where(jnp.abs(tile) <= _HUGE, tile, 0.0)
-    values = values * broadcast(factor, tile.shape, (0,), layout)
+    scale = jnp.maximum(jnp.minimum(amax / top, most), _TINY)
+    values = tile * broadcast(1 / scale, tile.shape, (0,), layout)
     values = jnp.maximum(jnp.minimum(values, top), -top)
     if integer:
         values = jnp.round(values)
@@ -97,7 +99,7 @@ def _widen(tile: jax.Array, wide: Any, narrow: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(tile.shape, F32, layout=narrow),
     )
     def widen(_: Any, x: Any) -> Any:
-        x = x.astype(utils.dtype_to_ir_type(F32))
+        x = _from_int8(x) if tile.dtype == jnp.int8 else x.astype(utils.dtype_to_ir_type(F32))
         layout = narrow.to_mgpu()
         registers = np.empty(layout.registers_shape(tile.shape), dtype=object)
         for i in range(registers.size):
@@ -108,6 +110,31 @@ def _widen(tile: jax.Array, wide: Any, narrow: Any) -> jax.Array:
 
     widened: jax.Array = widen(tile)
     return widened
+
+
+def _from_int8(x: Any) -> Any:
+    """int8 registers as float32, exactly, without the conversion that GPUs have few units for.
+
+    A byte under the exponent of 2**23 is the float 2**23 + byte; sign bits are flipped before.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    word, offset = functools.partial(utils.c, ty=i32), utils.c(2.0**23 + 128, ir.F32Type.get())
+
+    def convert(vector: Any) -> Any:
+        floats = []
+        for first in range(0, x.layout.vector_length, 4):
+            four = utils.bitcast(utils.vector_slice(vector, slice(first, first + 4)), i32)
+            four = arith.xori(four, word(-0x7F7F7F80))
+            for byte in range(4):
+                bits = utils.prmt(word(0x4B000000), four, word(0x3104 + byte))
+                floats.append(arith.subf(arith.bitcast(ir.F32Type.get(), bits), offset))
+        one = ir.VectorType.get((1,), ir.F32Type.get())
+        return utils.vector_concat([vector_dialect.broadcast(one, value) for value in floats])
+
+    registers = np.empty_like(x.registers)
+    for i, vector in np.ndenumerate(x.registers):
+        registers[i] = convert(vector)
+    return fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
 
 def load_terms(tile: jax.Array, terms: int) -> list[jax.Array]:

@@ -15,10 +15,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import ACC, LHS, RHS, broadcast, load, operand_rows, store
+from pallas_kernels.layouts import ACC, LHS, RHS, broadcast, copy_rows, load, operand_rows, store
 from pallas_kernels.problem import BLOCK, TILE, blocks, term_pairs
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import encode
+from pallas_kernels.read_copy import encode, load_tile
 from pallas_kernels.solve import Solve
 
 
@@ -78,30 +78,41 @@ class Fold(Solve):
                 for first in blocks(p.padded_window):
                     state = self.add_products(state, first)
             store(sm.state.at[slot], state, optimized=True)
-            read = sm.state.at[slot]
-            if self.copy is not None:
-                state, read = self.encode_tile(state, i), sm.flush.encoded
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
-                plgpu.copy_smem_to_gmem(read, self.copy_tile(i))
-            if p.num_tokens == 1:
+                self.encode_tile(state, i)
+                self.read_encoded(i)
+            elif p.num_tokens == 1:
                 columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
                 self.read_tile(state, i, columns, ACC)
             elif p.num_tokens:
-                self.multiply_tile(read, i)
+                self.multiply_tile(sm.state.at[slot], i)
 
         if sm.scale is not None:
-            plgpu.commit_smem()
             store(self.rows_of(self.copy.scale, self.b), load(sm.scale, self.layout))
 
-    def encode_tile(self, state: jax.Array, i: Any) -> jax.Array:
-        """Store tile i of the new copy in shared memory; its values before scaling in float32."""
+    def encode_tile(self, state: jax.Array, i: Any) -> None:
+        """Make and write tile i of the new copy, in the place of the state once that has left."""
+        sm = self.sm
         values, scale = encode(state, self.p.read_dtype, ACC)
-        store(self.sm.flush.encoded, values)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store(sm.encoded, values)
         if scale is not None:
-            store(self.tile_rows(self.sm.scale, i=i), scale)
-        return values.astype(F32)
+            store(self.tile_rows(sm.scale, i=i), scale)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
+
+    def read_encoded(self, i: Any) -> None:
+        """Read the columns from tile i of the new copy, as later steps will."""
+        p, sm = self.p, self.sm
+        if p.num_tokens == 1:
+            layout = copy_rows(p.key_dim, p.read_bytes)[1]
+            columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
+            tile = load_tile(sm.encoded, p.read_dtype, p.key_dim, self.mode.interpret)
+            self.read_tile(tile, i, columns, layout)
+        elif p.num_tokens:
+            self.multiply_tile(sm.encoded, i)
 
     def make_fold_records(self, i: Any, layout: Any) -> None:
         """The window's weighted records in the rows of state tile i, as bf16 terms."""

@@ -160,7 +160,7 @@ class Step(Fold):
 
             if p.solves_again:
                 self.branch(
-                    lambda: start(self.ring.value, sm.flush.value),
+                    lambda: start(self.ring.value, sm.again.value),
                     lambda: start(self.ring.update, sm.record),
                 )
             else:

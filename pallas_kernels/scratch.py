@@ -38,9 +38,10 @@ class Scratch(NamedTuple):
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
     shared: Any  # None, or gate and key in one place with fold_key, which is made of them
     copy: Any  # read copy: its tiles in flight
+    encoded: Any  # read copy: a tile of the new one
     scale: Any  # 8-bit read copy: for each state row
-    flush: Any  # read copy: `Flush`
-    either: Any  # None, or what only steps that fold need in one place with copy: one has either
+    again: Any  # read copy under the delta rule: what it takes to solve for updates again
+    either: Any  # None, or in one place what a fold needs, encoded in the state's, and copy
     state_bar: Any
     copy_bar: Any
     window_bar: Any
@@ -49,8 +50,14 @@ class Scratch(NamedTuple):
         """The same with the parts of `shared` and `either` as fields of their own."""
         found = self
         if self.either is not None:
-            (state, fold_record, flush), copy = self.either
-            found = found._replace(state=state, fold_record=fold_record, flush=flush, copy=copy)
+            (state, fold_record, *again), encoded, *copy = self.either
+            found = found._replace(
+                state=state,
+                fold_record=fold_record,
+                again=again[0] if again else None,
+                encoded=encoded,
+                copy=copy[0] if copy else None,
+            )
         if self.shared is not None:
             window, fold_key = self.shared
             *gate, key = window
@@ -58,10 +65,9 @@ class Scratch(NamedTuple):
         return found
 
 
-class Flush(NamedTuple):
-    """What a fold needs beside a read copy; all but `encoded` are to solve for updates again."""
+class Again(NamedTuple):
+    """What it takes to solve for the updates of a window again."""
 
-    encoded: Any  # a tile of the new copy
     value: Any  # raw values of the window
     beta: Any  # for each record and head
     decay: Any  # scalar decay: of each record by itself
@@ -92,17 +98,18 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     fold_record: Any = None
     if mode.fold:
         fold_record = sm((3, window, TILE), bf16, transforms=swizzle)
-    copy = flush = either = None
+    copy = either = None
     if p.read_dtype is not None:
-        if mode.fold:
-            flush = _flush_types(p, c)
         if p.num_tokens:
-            tiles = swizzled(p.read_dtype, n)
-            copy = sm((c.copies, TILE, n), p.read_dtype, transforms=tiles)
-            state = state if mode.fold else None
-        if copy is not None and flush is not None:
-            either = plgpu.RefUnion((state, fold_record, flush), copy)
-            state = fold_record = flush = copy = None
+            copy = sm((c.copies, TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
+        if mode.fold:
+            again = (_again_types(p, c),) if p.solves_again else ()
+            encoded = sm((TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
+            either = plgpu.RefUnion(
+                (state, fold_record, *again), encoded, *([] if copy is None else [copy])
+            )
+            fold_record = copy = None
+        state = None
     return Scratch(
         state=state,
         key=None if shared else key,
@@ -126,8 +133,9 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         fold_key=None,
         shared=shared,
         copy=copy,
+        encoded=None,
         scale=sm(rows, F32) if p.read_bytes == 1 else None,
-        flush=flush,
+        again=None,
         either=either,
         state_bar=plgpu.Barrier(num_barriers=c.stages),
         copy_bar=plgpu.Barrier(num_barriers=c.copies) if p.read_dtype is not None else None,
@@ -135,21 +143,17 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     )
 
 
-def _flush_types(p: Problem, c: Config) -> Flush:
-    sm, window, n = plgpu.SMEM, p.padded_window, p.key_dim
+def _again_types(p: Problem, c: Config) -> Again:
+    sm, window = plgpu.SMEM, p.padded_window
     rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
-    encoded = sm((TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
-    if not p.solves_again:
-        return Flush(encoded, *[None] * 7)
     gates = sm((window, c.heads), F32)
-    return Flush(
-        encoded=encoded,
+    return Again(
         value=sm((window, *rows), p.value_dtype),
         beta=gates,
         decay=None if p.channel else gates,
         since=None if p.channel else gates,
         # Read as the operand of `Scratch`: hence rows longer than N.
-        key=sm((p.key_terms, window, n + 8), jnp.bfloat16),
+        key=sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16),
         system=sm((c.heads, window, window), F32),
         # A thread has a row: hence longer ones here too.
         read=sm((TILE, window + 2), F32),

@@ -79,20 +79,20 @@ class Solve(Program):
 
     def load_gates(self, log_decay: Any, beta: Any) -> None:
         """Gates of the records, for each head; dead ones are identities."""
-        p, flush = self.p, self.sm.flush
+        p, again = self.p, self.sm.again
         order = range(p.window)
         betas = [self.load_gate(beta, self.b, self.slot(j)) for j in order]
         decays = []
         if not p.channel:
             decays = [self.load_gate(log_decay, self.b, self.slot(j)) for j in order]
         for j, value in enumerate(betas):
-            self.store_heads(value, flush.beta, j)
+            self.store_heads(value, again.beta, j)
         since = self.constant(0.0)
         for j, decay in enumerate(decays):
             decay = jnp.where(j < self.length, decay, 0.0)
             since = since + decay
-            self.store_heads(jnp.exp(decay), flush.decay, j)
-            self.store_heads(jnp.exp(since), flush.since, j)
+            self.store_heads(jnp.exp(decay), again.decay, j)
+            self.store_heads(jnp.exp(since), again.since, j)
 
     def make_solve_keys(self) -> None:
         """The keys that are multiplied with the state, as bf16 terms; dead ones may be anything."""
@@ -104,7 +104,7 @@ class Solve(Program):
                 since = since + load(sm.gate.at[j], self.channels)
                 key = key * jnp.exp(since)
             here = pl.ds(0, p.key_dim)
-            self.store_terms(key, [sm.flush.key.at[b, j, here] for b in range(p.key_terms)])
+            self.store_terms(key, [sm.again.key.at[b, j, here] for b in range(p.key_terms)])
 
     def make_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
@@ -125,8 +125,8 @@ class Solve(Program):
                         decay = jnp.exp(load(sm.gate.at[i], self.block.reduce(0)))
                         keys = keys * broadcast(decay, shape, (1,), self.block)
                     else:
-                        keys = keys * sm.flush.decay[i, head]
-                    place = sm.flush.system.at[head, i, pl.ds(first, BLOCK)]
+                        keys = keys * sm.again.decay[i, head]
+                    place = sm.again.system.at[head, i, pl.ds(first, BLOCK)]
                     store(place, jnp.sum(keys * key, axis=1))
                     return jnp.where(row == i, key, keys)
 
@@ -150,12 +150,12 @@ class Solve(Program):
             if b == 0:
                 rest = rest - top.astype(F32) if a else rest
                 top = rest.astype(jnp.bfloat16)
-            keys = load(sm.flush.key.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
+            keys = load(sm.again.key.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
             if self.mode.interpret:  # it has no warp-level products
                 products = products + top.astype(F32) @ keys.astype(F32)
             else:
                 products = plgpu.mma(products, top, keys)
-        store(sm.flush.read.at[:, pl.ds(0, p.padded_window)], products)
+        store(sm.again.read.at[:, pl.ds(0, p.padded_window)], products)
 
     def substitute(self, i: Any) -> None:
         """Forward substitution, a few records at a time, a thread for each row of state tile i."""
@@ -166,7 +166,7 @@ class Solve(Program):
             return self.tile_rows(sm.record, j, i=i)
 
         def score(later: Any, j: Any) -> Any:
-            return self.of_tile(lambda head: sm.flush.system[head, later, j], i, layout)
+            return self.of_tile(lambda head: sm.again.system[head, later, j], i, layout)
 
         @pl.loop(0, (self.length + CHUNK - 1) // CHUNK)
         def _(chunk: jax.Array) -> None:
@@ -184,15 +184,15 @@ class Solve(Program):
             sums = lax.fori_loop(0, chunk, add_chunk, (zeros((TILE,), layout),) * CHUNK)
             updates: list[jax.Array] = []
             for n, j in enumerate(here):
-                value = load(self.tile_rows(sm.flush.value, j, i=i), layout).astype(F32)
-                read = load(sm.flush.read.at[:, j], layout)
+                value = load(self.tile_rows(sm.again.value, j, i=i), layout).astype(F32)
+                read = load(sm.again.read.at[:, j], layout)
                 if not p.channel:
-                    since = self.of_tile(lambda head, j=j: sm.flush.since[j, head], i, layout)
+                    since = self.of_tile(lambda head, j=j: sm.again.since[j, head], i, layout)
                     read = read * since
                 total = sums[n]
                 for m, update in enumerate(updates):
                     total = total + update * score(j, here[m])
-                beta = self.of_tile(lambda head, j=j: sm.flush.beta[j, head], i, layout)
+                beta = self.of_tile(lambda head, j=j: sm.again.beta[j, head], i, layout)
                 update = jnp.where(j < self.length, beta * (value - read - total), 0.0)
                 updates.append(update)
                 store(record(j), update)

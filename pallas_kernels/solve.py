@@ -140,21 +140,23 @@ class Solve(Program):
         plgpu.commit_smem()
 
     def read_keys(self, slot: Any) -> None:
-        """Products of the state tile with the keys of the window."""
+        """Products of the state tile with the keys of the window, some key channels at a time."""
         p, sm = self.p, self.sm
-        rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
-        rest = jnp.where(self.fresh, 0.0, rest)
         products = zeros((TILE, p.padded_window), ACC)
-        top = rest
-        for a, b in term_pairs(p.key_terms):
-            if b == 0:
-                rest = rest - top.astype(F32) if a else rest
+        width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
+        for first in range(0, p.key_dim, width):
+            here = pl.ds(first, width)
+            rest = load(sm.state.at[slot, :, here], LHS, optimized=not self.mode.interpret)
+            rest = jnp.where(self.fresh, 0.0, rest)
+            for a in range(3):
                 top = rest.astype(jnp.bfloat16)
-            keys = load(sm.again.key.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
-            if self.mode.interpret:  # it has no warp-level products
-                products = products + top.astype(F32) @ keys.astype(F32)
-            else:
-                products = plgpu.mma(products, top, keys)
+                rest = rest - top.astype(F32)
+                for b in [b for of, b in term_pairs(p.key_terms) if of == a]:
+                    keys = load(sm.again.key.at[b, :, here].transpose((1, 0)), RHS)
+                    if self.mode.interpret:  # it has no warp-level products
+                        products = products + top.astype(F32) @ keys.astype(F32)
+                    else:
+                        products = plgpu.mma(products, top, keys)
         store(sm.again.read.at[:, pl.ds(0, p.padded_window)], products)
 
     def substitute(self, i: Any) -> None:

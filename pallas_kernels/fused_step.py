@@ -486,13 +486,15 @@ class Step(Fold):
         if folded:
             first = (first + 7) // 8 * 8
 
+        value = load(sm.v.at[t], self.layout) if p.keeps_raw_values else None
+
         @(pl.when(t < self.num_new) if self.mode.masked else lambda keep: keep())
         def _() -> None:
             slot = lax.rem(first + t, p.capacity)
             if p.delta:
                 store(self.rows_of(ring.update, b, slot), update)
-            if p.keeps_raw_values:
-                store(self.rows_of(ring.value, b, slot), load(sm.v.at[t], self.layout))
+            if value is not None:
+                store(self.rows_of(ring.value, b, slot), value)
             if not p.channel:
                 self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
             if p.keeps_raw_values:

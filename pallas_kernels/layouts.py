@@ -41,7 +41,10 @@ def copy_rows(key_dim: int, itemsize: int) -> tuple[Any, Any]:
     A lane reads up to 16 bytes, at least two lanes a row.
     """
     vector, lanes = max(
-        (v, n) for v in (4, 8, 16) for n in (2, 4, 8) if v * itemsize <= 16 and key_dim % (v * n) == 0
+        (v, n)
+        for v in (4, 8, 16)
+        for n in (2, 4, 8)
+        if v * itemsize <= 16 and key_dim % (v * n) == 0
     )
     width = vector * lanes
     tiles = ((64, width), (16, width), (32 // lanes, width), (vector,))

@@ -117,7 +117,9 @@ class Solve(Program):
             for first in blocks(p.padded_window):
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.block) + first
 
-                def advance(i: jax.Array, keys: jax.Array, first: int = first, row: Any = row) -> Any:
+                def advance(
+                    i: jax.Array, keys: jax.Array, first: int = first, row: Any = row
+                ) -> Any:
                     """The block's keys before record i as it sees them, its own among them."""
                     key = load(sm.key.at[i], self.block.reduce(0)).astype(F32)
                     key = broadcast(key, shape, (1,), self.block)

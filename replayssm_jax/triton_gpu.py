@@ -15,10 +15,10 @@ from replayssm_jax.state import InputBuffer
 
 def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""
-    from replayssm_triton import configs
-
     if spec.read_dtype is not None:
         return f"its kernels read no low-precision copy, found read_dtype={spec.read_dtype.name}"
+    from replayssm_triton import configs
+
     dtypes = (spec.key_dtype, spec.value_dtype)
     if not set(dtypes) <= {jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float32)}:
         return f"inputs must be bf16, fp16 or fp32, found {dtypes[0]} and {dtypes[1]}"

@@ -1,15 +1,18 @@
 """What tests of the kernels share."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from base import CoreSuite
-from oracle import assert_close, random_inputs, reference, tokens
+from oracle import assert_close, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
+from replayssm_jax.precision import Scaled, decode
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 
@@ -56,6 +59,85 @@ def check_snapshots(spec, implementation):
         expected, expected_state = reference(spec, seen)
         assert_close(jnp.concatenate(outputs[row])[None], expected)
         assert_close(found[row : row + 1], expected_state, name="state")
+
+
+def poison_copy(spec, state):
+    """NaN also in the read copy of rows whose checkpoint counts as zero."""
+    state = poison_dead_slots(spec, state)
+    fresh = state.pointer.fresh.reshape(-1, 1, 1, 1)
+
+    def poison(x, mask):
+        return jnp.where(mask, jnp.asarray(jnp.nan, x.dtype), x)
+
+    copy = state.read_copy
+    if isinstance(copy, Scaled):
+        copy = dataclasses.replace(copy, scale=poison(copy.scale, fresh[..., 0]))
+    else:
+        copy = poison(copy, fresh)
+    return dataclasses.replace(state, read_copy=copy)
+
+
+def run_with_copy(spec, implementation, inputs, initial):
+    """Steps and drafts of uneven lengths over some flushes, an idle row, a row that starts anew.
+
+    Returns:
+      The outputs, a list, and the state after a flush of the first row of two.
+    """
+    kind = {"implementation": implementation}
+    verify = jax.jit(functools.partial(rs.verify, spec, **kind))
+    step = jax.jit(functools.partial(rs.step, spec, **kind))
+    state = rs.init_state(spec, 2, initial, layout="vk", ragged=True)
+    state = poison_copy(spec, rs.reset(spec, state, jnp.array([False, True])))
+    outputs, at = [], 0
+    for _ in range(spec.window + 2):
+        output, state = step(state, tokens(inputs, at, at + 1))
+        state = poison_copy(spec, state)
+        outputs.append(output)
+        at += 1
+    drafts = [(2, 1), (0, 2), (2, 2), (1, 0)] if spec.max_tokens > 1 else []
+    for lengths in drafts:
+        part = tokens(inputs, at, at + 2)
+        output, state = verify(state, part, jnp.array(lengths))
+        state = poison_copy(spec, rs.commit(spec, state, jnp.array(lengths)))
+        outputs.append(output)
+        at += 2
+    state = rs.flush(spec, state, jnp.array([True, False]), **kind)
+    output, state = step(state, tokens(inputs, at, at + 1))
+    return [*outputs, output], state
+
+
+def check_read_copies(make, implementation, names):
+    """Against XLA the same rounding, and one checkpoint, bit for bit, whatever the copy's format.
+
+    Args:
+      make: a spec from keyword arguments of its own.
+      implementation: whose kernels.
+      names: formats.
+    """
+    checkpoints = []
+    for name in names:
+        spec = make(read_dtype=name)
+        inputs = random_inputs(spec, 2, spec.window + 12)
+        initial = np.random.default_rng(1).standard_normal(spec.state_shape(2))
+        initial = jnp.asarray(initial, jnp.float32).at[0, 0, 0].set(0).at[0, 0, 1].mul(1e6)
+        # A value on the edge of two of the copy's may be rounded to the other one.
+        unit = 2e-5 if name == "float16" else 5e-4
+        seen = 1e-2 if spec.value_dtype == jnp.bfloat16 else unit
+        outputs, state = run_with_copy(spec, implementation, inputs, initial)
+        expected, wanted = run_with_copy(spec, "xla", inputs, initial)
+        for output, right in zip(outputs, expected, strict=True):
+            assert_close(output, right, seen, name=f"output, {name}")
+        assert_close(state.checkpoint[0], wanted.checkpoint[0], 1e-6, name=f"checkpoint, {name}")
+        found, right = (decode(x.read_copy, jnp.float32)[0] for x in (state, wanted))
+        assert_close(found, right, 4 * unit, name=f"copy, {name}")
+        if isinstance(state.read_copy, Scaled):
+            scales = state.read_copy.scale[0], wanted.read_copy.scale[0]
+            assert_close(*scales, 1e-6, name=f"scale, {name}")
+        full = rs.materialize(spec, state), rs.materialize(spec, wanted)
+        assert_close(*full, 1e-6, name=f"state, {name}")
+        checkpoints.append(state.checkpoint)
+    for checkpoint in checkpoints[1:]:
+        np.testing.assert_array_equal(checkpoint, checkpoints[0])
 
 
 class KernelSuite(CoreSuite):

@@ -4,10 +4,18 @@ Small batches are cut into many narrow programs, large ones into wide programs: 
 with what these few rows get, and once with what a large batch gets.
 """
 
+import functools
 from typing import ClassVar
 
 import pytest
-from kernel_cases import KernelSuite, check_snapshots, cut_as_for_large_batches
+from kernel_cases import (
+    KernelSuite,
+    check_read_copies,
+    check_snapshots,
+    cut_as_for_large_batches,
+)
+
+import replayssm_jax as rs
 
 
 @pytest.mark.gpu
@@ -23,16 +31,43 @@ class TestMosaicGpu(KernelSuite):
     def test_snapshots(self, family):
         check_snapshots(self.make_spec(family, max_tokens=3), self.implementation)
 
+    def test_read_copies(self, family):
+        make = functools.partial(self.make_spec, family, window=5)
+        names = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"]
+        check_read_copies(make, self.implementation, names)
+
+    def test_drafts_with_a_read_copy(self, family):
+        make = functools.partial(self.make_spec, family, window=5, max_tokens=2)
+        check_read_copies(make, self.implementation, ["float16", "int8"])
+
+    @pytest.mark.parametrize("window", [32, 64])
+    def test_longer_windows_with_a_read_copy(self, family, window):
+        make = functools.partial(self.make_spec, family, window=window)
+        check_read_copies(make, self.implementation, ["bfloat16"])
+
 
 @pytest.fixture(scope="class")
 def wide_programs():
     with cut_as_for_large_batches():
         yield
 
+    @pytest.mark.parametrize("value_dim, key_dim", [(80, 96), (96, 128), (128, 64)])
+    def test_head_dims_with_a_read_copy(self, value_dim, key_dim):
+        """Tiles of several heads under the delta rule, and bf16 keys."""
+        make = functools.partial(
+            rs.ReplaySpec.gated_delta_net,
+            num_value_heads=8,
+            num_key_heads=2,
+            value_dim=value_dim,
+            key_dim=key_dim,
+        )
+        check_read_copies(make, self.implementation, ["float8_e4m3fn"])
+
 
 @pytest.mark.usefixtures("wide_programs")
 class TestMosaicGpuWide(TestMosaicGpu):
     # Nothing in these depends on the cut, or they are large themselves.
+    test_longer_windows_with_a_read_copy = None
     test_bf16_outputs_do_not_drift = None
     test_dtypes_are_kept = None
     test_jit_equals_eager = None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import check_snapshots, cut_as_for_large_batches
+from kernel_cases import check_read_copies, check_snapshots, cut_as_for_large_batches
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -93,6 +93,22 @@ def test_values_in_the_interpreter(family, cut):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, max_tokens, names",
+    [
+        ("mamba2", 2, ["float16"]),
+        ("gated_delta_net", 1, ["bfloat16", "int8"]),
+        ("kda", 2, ["float8_e4m3fn"]),
+    ],
+)
+def test_read_copies_in_the_interpreter(family, max_tokens, names):
+    dims = SHAPES[family]
+    make = functools.partial(make_spec, family, window=3, max_tokens=max_tokens, **dims)
+    with dispatch.interpreted_kernels():
+        check_read_copies(make, "mosaic_gpu", names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba2", "kda"])
 def test_conventional_step_in_the_interpreter(family):
     spec = make_spec(family, **SHAPES[family])
@@ -169,6 +185,26 @@ def test_real_layers_lower_and_call_one_kernel(layer, device):
     text = lowered(three_layers, [state] * 3, one, device=device)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "replay_step" in text
+
+
+@pytest.mark.parametrize(
+    "family, name, window, device",
+    [
+        ("mamba2", "bfloat16", 64, "NVIDIA H200"),
+        ("gated_delta_net", "int8", 16, "NVIDIA H200"),  # rows of 48 bytes
+        ("kda", "float8_e4m3fn", 32, "NVIDIA B200"),
+        ("gla", "float8_e5m2", 16, "NVIDIA B200"),
+    ],
+)
+def test_read_copies_lower(family, name, window, device):
+    dims = SHAPES[family]
+    spec = make_spec(family, window=window, max_tokens=8, read_dtype=name, **dims)
+    state = jax.eval_shape(lambda: rs.init_state(spec, 2, ragged=True))
+    inputs = jax.eval_shape(lambda: random_inputs(spec, 2, 8))
+    one = jax.eval_shape(lambda: random_inputs(spec, 2, 1))
+    for f, args in ((rs.step, (state, one)), (rs.verify, (state, inputs)), (rs.flush, (state,))):
+        text = lowered(functools.partial(f, spec), *args, device=device)
+        assert text.count("stablehlo.custom_call @mosaic_gpu") == 1, f.__name__
 
 
 @pytest.mark.parametrize("family", SHAPES)

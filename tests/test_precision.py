@@ -19,7 +19,7 @@ from oracle import (
 )
 
 import replayssm_jax as rs
-from replayssm_jax import dispatch, precision, window
+from replayssm_jax import dispatch, kernels, precision, window
 from replayssm_jax.layers.cache import insert_rows
 
 NAMES = tuple(dtype.name for dtype in precision.FORMATS)
@@ -611,18 +611,17 @@ def test_the_best_implementation_falls_back():
 @pytest.mark.skipif(
     jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS, reason="kernels need a newer jax"
 )
-@pytest.mark.parametrize(
-    "fields, match",
-    [
-        ({"read_dtype": "int8"}, "no low-precision copy, found read_dtype=int8"),
-        ({"state_dtype": "float16"}, "checkpoint must be float32, found float16"),
-    ],
-)
-def test_kernels_refuse_formats_by_name(fields, match):
-    spec = make_spec("kda", num_heads=2, num_groups=2, value_dim=64, key_dim=32, **fields)
+def test_kernels_refuse_formats_by_name():
+    dims = dict(num_heads=2, num_groups=2, value_dim=64, key_dim=32)
+    spec = make_spec("kda", state_dtype="float16", **dims)
     state, inputs = rs.init_state(spec, 1), random_inputs(spec, 1, 1)
+    match = "checkpoint must be float32, found float16"
     with dispatch.interpreted_kernels(), pytest.raises(ValueError, match=match):
         rs.step(spec, state, inputs, implementation="mosaic_gpu")
+    spec = make_spec("kda", read_dtype="int8", **dims)
+    assert kernels.why_not("mosaic_gpu", spec, 1) is None
+    reason = kernels.why_not("triton", spec, 1)
+    assert reason == "its kernels read no low-precision copy, found read_dtype=int8"
 
 
 def test_states_of_another_format_are_refused():

@@ -25,6 +25,11 @@ from pallas_kernels.solve import Solve
 class Fold(Solve):
     """The part of a step's program that folds; what reads a tile is the step's."""
 
+    @property
+    def weighs_records(self) -> bool:
+        """Whether records have a weight for each head."""
+        return not (self.p.channel and self.p.delta)
+
     def column(self, c: int, layout: Any) -> jax.Array:
         """Column c as the window's end sees it, [N]."""
         raise NotImplementedError
@@ -89,7 +94,7 @@ class Fold(Solve):
             elif p.num_tokens:
                 self.multiply_tile(sm.state.at[slot], i)
 
-        if sm.scale is not None:
+        if self.copy is not None and sm.scale is not None:
             store(self.rows_of(self.copy.scale, self.b), load(sm.scale, self.layout))
 
     def encode_tile(self, state: jax.Array, i: Any) -> None:

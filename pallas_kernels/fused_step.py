@@ -227,11 +227,6 @@ class Step(Fold):
             if self.mode.fold:
                 store(sm.row_total, zeros(self.shape, self.layout) + self.over_rows(total))
 
-    @property
-    def weighs_records(self) -> bool:
-        """Whether records have a weight for each head."""
-        return not (self.p.channel and self.p.delta)
-
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
@@ -575,7 +570,7 @@ class Step(Fold):
             pl.when(jnp.logical_not(self.due))(without_fold)
 
     def solve_window(self) -> None:
-        """What the fold's solve needs of the window's raw records, before others take their place."""
+        """What the fold's solve needs of the raw records, before others take their place."""
         self.prepare_solve(self.ring.log_decay, self.ring.beta)
 
     def idle(self) -> None:

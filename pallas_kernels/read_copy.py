@@ -21,7 +21,6 @@ from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import vector as vector_dialect
 
 from pallas_kernels.layouts import broadcast, copy_rows, load
-from pallas_kernels.problem import TILE
 from pallas_kernels.program import F32
 
 FORMATS = tuple(
@@ -96,7 +95,7 @@ def load_tile(ref: Any, dtype: Any, key_dim: int, interpret: bool) -> jax.Array:
 def _widen(tile: jax.Array, wide: Any, narrow: Any) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(wide,),
-        return_type=plgpu.ShapeDtypeStruct(tile.shape, F32, layout=narrow),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(F32), layout=narrow),
     )
     def widen(_: Any, x: Any) -> Any:
         x = _from_int8(x) if tile.dtype == jnp.int8 else x.astype(utils.dtype_to_ir_type(F32))

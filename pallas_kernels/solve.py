@@ -1,7 +1,7 @@
 """Updates of a window, solved again from its raw records: the delta rule beside a read copy.
 
-The updates in the ring were computed from the copy; a fold of them would feed its rounding back into
-the recurrence. So a fold solves, with the float32 checkpoint S and G_i = g_1 + ... + g_i,
+The updates in the ring were computed from the copy; a fold of them would feed its rounding back
+into the recurrence. So a fold solves, with the float32 checkpoint S and G_i = g_1 + ... + g_i,
 
     u_i = beta_i (v_i - S (exp(G_i) k_i) - sum_{j<i} <k_j, exp(G_i - G_j) k_i> u_j)
 
@@ -169,7 +169,10 @@ class Solve(Program):
         def record(j: Any) -> Any:
             return self.tile_rows(sm.record, j, i=i)
 
-        def score(later: Any, j: Any) -> Any:
+        def gate(gates: Any, j: Any) -> jax.Array:
+            return self.of_tile(lambda head: gates[j, head], i, layout)
+
+        def score(later: Any, j: Any) -> jax.Array:
             return self.of_tile(lambda head: sm.again.system[head, later, j], i, layout)
 
         @pl.loop(0, (self.length + CHUNK - 1) // CHUNK)
@@ -191,15 +194,13 @@ class Solve(Program):
                 value = load(self.tile_rows(sm.again.value, j, i=i), layout).astype(F32)
                 read = load(sm.again.read.at[:, j], layout)
                 if not p.channel:
-                    since = self.of_tile(lambda head, j=j: sm.again.since[j, head], i, layout)
-                    read = read * since
+                    read = read * gate(sm.again.since, j)
                 total = sums[n]
                 for m, update in enumerate(updates):
                     total = total + update * score(j, here[m])
-                beta = self.of_tile(lambda head, j=j: sm.again.beta[j, head], i, layout)
-                update = jnp.where(j < self.length, beta * (value - read - total), 0.0)
-                updates.append(update)
-                store(record(j), update)
+                update = gate(sm.again.beta, j) * (value - read - total)
+                updates.append(jnp.where(j < self.length, update, 0.0))
+                store(record(j), updates[n])
 
     def of_tile(self, of_head: Callable[[Any], jax.Array], i: Any, layout: Any) -> jax.Array:
         """What depends on the head, for the rows of state tile i, which may be of several."""

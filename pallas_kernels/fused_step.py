@@ -28,9 +28,6 @@ from jax import lax
 
 from pallas_kernels.configs import choose, why_not
 from pallas_kernels.layouts import (
-    ACC,
-    LHS,
-    RHS,
     broadcast,
     is_replicated,
     load,
@@ -49,6 +46,14 @@ from pallas_kernels.problem import (
     Problem,
     blocks,
     programs_per_row,
+)
+from pallas_kernels.products import (
+    ACC,
+    LHS,
+    RHS,
+    multiply,
+    operand_layouts,
+    split,
     term_pairs,
 )
 from pallas_kernels.program import F32, Program
@@ -255,14 +260,8 @@ class Step(Program):
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
-                    self.store_terms(rest, [sm.operand.at[b, c, here] for b in range(p.key_terms)])
-
-    def store_terms(self, value: jax.Array, places: list[Any]) -> None:
-        """Store float32 as bf16 terms, each the rounding of what those before it leave."""
-        for place in places:
-            top = value.astype(jnp.bfloat16)
-            store(place, top)
-            value = value - top.astype(F32)
+                    for b, term in enumerate(split(rest, p.key_terms)):
+                        store(sm.operand.at[b, c, here], term)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -287,23 +286,16 @@ class Step(Program):
     def multiply_tile(self, slot: Any, i: Any) -> None:
         """The same for the columns of several tokens, on tensor cores."""
         p, sm = self.p, self.sm
-        rest = load(sm.state.at[slot], LHS, optimized=not self.mode.interpret)
-        products = zeros((TILE, p.padded_columns), ACC)
-
-        def columns(b: int) -> jax.Array:
-            return load(sm.operand.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
-
-        first, top = columns(0), rest
+        lhs, rhs = operand_layouts(p.key_dim)
+        narrow = lhs is LHS and not self.mode.interpret
+        state = split(load(sm.state.at[slot], lhs, optimized=narrow), 3)
+        # Sums of their own, as each product of a sum waits for the one before.
+        sums = [zeros((TILE, p.padded_columns), ACC)] * 3
+        columns = sm.operand.at[:, :, pl.ds(0, p.key_dim)]
+        factors = [load(columns.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
         for a, b in term_pairs(p.key_terms):
-            if b == 0:
-                rest = rest - top.astype(F32) if a else rest
-                top = rest.astype(jnp.bfloat16)
-            factor = columns(b) if b else first
-            if self.mode.interpret:  # it has no warp-level products
-                products = products + top.astype(F32) @ factor.astype(F32)
-            else:
-                products = plgpu.mma(products, top, factor)
-        store(self.tile_rows(sm.read, i=i), products)
+            sums[a] = multiply(sums[a], state[a], factors[b], interpret=self.mode.interpret)
+        store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
 
     def reads(self) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""
@@ -467,7 +459,8 @@ class Step(Program):
             for first in blocks(p.padded_window):
                 here = pl.ds(first, BLOCK)
                 records = self.fold_records(first, i, operand)
-                self.store_terms(records, [sm.fold_record.at[term, here] for term in range(3)])
+                for term, part in enumerate(split(records, 3)):
+                    store(sm.fold_record.at[term, here], part)
             plgpu.commit_smem()
             if self.c.num_tiles > stages:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
@@ -516,8 +509,8 @@ class Step(Program):
             if sm.fold_key is None:
                 store(sm.key.at[here], keys)
             else:
-                terms = range(p.key_terms)
-                self.store_terms(keys.astype(F32), [sm.fold_key.at[b, here] for b in terms])
+                for b, term in enumerate(split(keys.astype(F32), p.key_terms)):
+                    store(sm.fold_key.at[b, here], term)
 
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import swizzled
 from pallas_kernels.problem import TILE, Config, Mode, Problem, round_up
+from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
 
@@ -58,6 +59,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
     channel = p.channel
+    operand = (p.key_terms, p.padded_columns, operand_width(n))
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
     # The swizzle under which a tensor-core product takes operands from shared memory.
@@ -76,8 +78,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
         column=sm((columns, n), F32) if channel or p.num_tokens > 1 else None,
-        # Eight columns are read at a time, from other banks each: hence rows longer than N.
-        operand=sm((p.key_terms, p.padded_columns, n + 8), bf16) if p.num_tokens > 1 else None,
+        operand=sm(operand, bf16) if p.num_tokens > 1 else None,
         pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,

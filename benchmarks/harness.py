@@ -27,6 +27,9 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 
+# Philox. Of the default generator, fused into normal draws, a GPU's compiler makes minutes of work.
+jax.config.update("jax_default_prng_impl", "rbg")
+
 
 # A program that compiles in another thread; `result()` waits for it.
 Program = concurrent.futures.Future[jax.stages.Compiled]

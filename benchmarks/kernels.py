@@ -161,13 +161,14 @@ class Check:
             rows = jax.tree.map(lambda x: x[ends, : turns * accepted], inputs)
             return rs.recurrent_scan(spec, jnp.zeros(spec.state_shape(2)), rows)
 
-        self.inputs = functools.partial(random_tokens, spec, batch, turns * accepted + tokens, 7)
-        shapes = jax.eval_shape(self.inputs)
+        length = turns * accepted + tokens
+        self.random = ahead(random_tokens, spec, batch, length, 0)
+        shapes = jax.eval_shape(functools.partial(random_tokens, spec, batch, length), 0)
         self.programs = [ahead(jax.jit(f), shapes) for f in (run, reference)]
 
     def __call__(self) -> float:
         """Relative error of the state after two windows and a bit, or raise `WrongResult`."""
-        inputs = self.inputs()
+        inputs = self.random.result()(7)
         (outputs, state), expected = (run.result()(inputs) for run in self.programs)
         name = self.implementation
         # Outputs are rounded to the dtype of the values.
@@ -224,8 +225,11 @@ class Case:
             for name in args.implementation
         }
 
+        self.random = ahead(random_tokens, self.spec, batch, tokens, 0)
+        one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, tokens), 0)
+
         def compiled(step: Step, start: Callable[[], Any]) -> harness.Program:
-            return ahead(loop(step, steps), *jax.eval_shape(start), jax.eval_shape(self.inputs))
+            return ahead(loop(step, steps), *jax.eval_shape(start), [one] * self.count)
 
         self.programs = {}
         for name in args.implementation:
@@ -237,11 +241,6 @@ class Case:
             name: compiled(conventional_step(self.spec, name, accepted), self.baseline_states)
             for name in args.baseline
         }
-
-    def inputs(self) -> list[rs.TokenInputs]:
-        return [
-            random_tokens(self.spec, self.batch, self.tokens, seed) for seed in range(self.count)
-        ]
 
     def states(self, how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
         every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
@@ -257,7 +256,8 @@ class Case:
         return conventional_states(self.spec, self.batch, self.count)
 
     def rows(self) -> Iterator[harness.Row]:
-        args, inputs = self.args, self.inputs()
+        args = self.args
+        inputs = [self.random.result()(seed) for seed in range(self.count)]
         errors = {name: check() for name, check in self.checks.items()}
         contenders: dict[Any, harness.Contender] = {}
         for name in args.implementation:
@@ -324,16 +324,15 @@ class Fills:
             return jax.lax.scan(body, states, None, length=2 * self.window)
 
         self.check = Check(self.spec, batch, self.name, 1, 1, ahead)
-        inputs = jax.eval_shape(self.inputs)
+        self.random = ahead(random_tokens, self.spec, batch, 1, 0)
+        one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, 1), 0)
+        inputs = [one] * self.count
         self.program = ahead(jax.jit(run, donate_argnums=0), *jax.eval_shape(self.start), inputs)
         self.baseline = ahead(
             loop(conventional_step(self.spec, self.name, 1), 2 * self.window),
             *jax.eval_shape(self.baseline_states),
             inputs,
         )
-
-    def inputs(self) -> list[rs.TokenInputs]:
-        return [random_tokens(self.spec, self.batch, 1, seed) for seed in range(self.count)]
 
     def start(self) -> tuple[list[rs.ReplayState], rs.Pointer]:
         every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
@@ -343,7 +342,8 @@ class Fills:
         return conventional_states(self.spec, self.batch, self.count)
 
     def rows(self) -> Iterator[harness.Row]:
-        inputs, calls = self.inputs(), 2 * self.window * self.count
+        calls = 2 * self.window * self.count
+        inputs = [self.random.result()(seed) for seed in range(self.count)]
         error = self.check()
         box, pointer = self.start()
         held = [box]

@@ -6,6 +6,7 @@ one untimed run of each, times all of them in turns, and saves a `Row` for each.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import os
@@ -18,12 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.stages
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+
+# Philox. Of the default generator, fused into normal draws, a GPU's compiler makes minutes of work.
+jax.config.update("jax_default_prng_impl", "rbg")
+
+
+# A program that compiles in another thread; `result()` waits for it.
+Program = concurrent.futures.Future[jax.stages.Compiled]
+
+
+class Compiler:
+    """Compiles programs side by side, all before the first is timed: as a context it waits."""
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+
+    def __call__(self, jitted: Any, *args: Any) -> Program:
+        """Lower a jitted function for arguments (arrays or shapes), and begin to compile it."""
+        return self._pool.submit(jitted.lower(*args).compile)
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
 
 @dataclasses.dataclass(frozen=True)

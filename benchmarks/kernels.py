@@ -11,7 +11,6 @@ run here. A case is reported only if states and outputs agree with the recurrenc
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,8 @@ from replayssm_jax import dispatch
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
-WINDOWS_TIMED = 4
+OWN = "own pointers"
+
 # Of states against the recurrence in float32, and of bf16 outputs.
 STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
 
@@ -97,7 +97,7 @@ def conventional_states(spec: rs.ReplaySpec, batch: int, count: int) -> tuple[An
 
 
 def loop(step: Step, steps: int) -> Callable[..., Any]:
-    """A compiled loop over steps of all layers, with donated states."""
+    """A jitted loop over steps of all layers, with donated states."""
 
     def run(shared: Any, states: Any, inputs: Any) -> tuple[Any, Any, Any]:
         def body(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
@@ -115,52 +115,65 @@ def loop(step: Step, steps: int) -> Callable[..., Any]:
     return jax.jit(run, donate_argnums=(0, 1))
 
 
-def contender(
-    run: Callable[..., Any], shared: Any, states: Any, inputs: Any, calls: int
-) -> harness.Contender:
+def contender(run: harness.Program, started: Any, inputs: Any, calls: int) -> harness.Contender:
     """Runs go on from where the last one ended."""
-    box = [(shared, states)]
+    box = [started]
 
     def once(held: Any) -> Any:
-        shared, states, output = run(*held, inputs)
+        shared, states, output = run.result()(*held, inputs)
         box[0] = shared, states
         return output
 
     return harness.Contender(once, prepare=lambda: box[0], calls=calls)
 
 
-def check(
-    spec: rs.ReplaySpec, batch: int, implementation: str, tokens: int, accepted: int
-) -> float:
-    """Relative error of the state after two windows and a bit, or raise `WrongResult`.
+class Check:
+    """Whether a few windows of replay agree with the recurrence: the first and the last row."""
 
-    The first and the last row are compared, with float32 outputs' rounding left to bf16.
-    """
-    turns = (2 * spec.window + 3) // accepted + 1
-    inputs = random_tokens(spec, batch, turns * accepted + tokens, seed=7)
-    step = replay_step(spec, implementation, accepted)
+    def __init__(
+        self,
+        spec: rs.ReplaySpec,
+        batch: int,
+        implementation: str,
+        tokens: int,
+        accepted: int,
+        ahead: harness.Compiler,
+    ):
+        self.implementation = implementation
+        turns = (2 * spec.window + 3) // accepted + 1
+        step = replay_step(spec, implementation, accepted)
+        ends = np.array([0, batch - 1])
 
-    @jax.jit
-    def run(state: rs.ReplayState) -> tuple[rs.ReplayState, jax.Array]:
-        def body(state: rs.ReplayState, turn: jax.Array) -> tuple[rs.ReplayState, jax.Array]:
-            part = jax.tree.map(
-                lambda x: jax.lax.dynamic_slice_in_dim(x, turn * accepted, tokens, 1), inputs
-            )
-            output, _, state = step(None, state, part)
-            return state, output[ends, :accepted]
+        def run(inputs: rs.TokenInputs) -> tuple[jax.Array, jax.Array]:
+            def body(state: rs.ReplayState, turn: jax.Array) -> tuple[rs.ReplayState, jax.Array]:
+                part = jax.tree.map(
+                    lambda x: jax.lax.dynamic_slice_in_dim(x, turn * accepted, tokens, 1), inputs
+                )
+                output, _, state = step(None, state, part)
+                return state, output[ends, :accepted]
 
-        return jax.lax.scan(body, state, jnp.arange(turns))
+            state = rs.init_state(spec, batch, ragged=True)
+            state, outputs = jax.lax.scan(body, state, jnp.arange(turns))
+            outputs = jnp.moveaxis(outputs, 0, 1).reshape(2, -1, spec.num_heads, spec.value_dim)
+            return outputs, rs.materialize(spec, jax.tree.map(lambda x: x[ends], state))
 
-    ends = np.array([0, batch - 1])
-    state, outputs = run(rs.init_state(spec, batch, ragged=True))
-    outputs = jnp.moveaxis(outputs, 0, 1).reshape(2, -1, spec.num_heads, spec.value_dim)
-    rows = jax.tree.map(lambda x: x[ends, : turns * accepted], inputs)
-    initial = jnp.zeros(spec.state_shape(2))
-    expected, expected_state = jax.jit(rs.recurrent_scan, static_argnums=0)(spec, initial, rows)
-    ends_only = jax.tree.map(lambda x: x[ends], state)
-    found = rs.materialize(spec, ends_only)
-    harness.check(f"{implementation} outputs", outputs, expected, limit=OUTPUT_LIMIT)
-    return harness.check(f"{implementation} state", found, expected_state, limit=STATE_LIMIT)
+        def reference(inputs: rs.TokenInputs) -> tuple[jax.Array, jax.Array]:
+            rows = jax.tree.map(lambda x: x[ends, : turns * accepted], inputs)
+            return rs.recurrent_scan(spec, jnp.zeros(spec.state_shape(2)), rows)
+
+        length = turns * accepted + tokens
+        self.random = ahead(random_tokens, spec, batch, length, 0)
+        shapes = jax.eval_shape(functools.partial(random_tokens, spec, batch, length), 0)
+        self.programs = [ahead(jax.jit(f), shapes) for f in (run, reference)]
+
+    def __call__(self) -> float:
+        """Relative error of the state after two windows and a bit, or raise `WrongResult`."""
+        inputs = self.random.result()(7)
+        (outputs, state), expected = (run.result()(inputs) for run in self.programs)
+        name = self.implementation
+        # Outputs are rounded to the dtype of the values.
+        harness.check(f"{name} outputs", outputs, expected[0], limit=OUTPUT_LIMIT)
+        return harness.check(f"{name} state", state, expected[1], limit=STATE_LIMIT)
 
 
 def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
@@ -187,133 +200,182 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
     )
 
 
-def measure(
-    layer: str,
-    batch: int,
-    tokens: int,
-    accepted: int,
-    args: argparse.Namespace,
-    tick: Callable[[], None],
-) -> Iterator[harness.Row]:
-    """Rows of a case: each replay implementation against the fastest conventional step."""
-    window = args.window or (32 if tokens > 4 else 16)
-    spec = layers.make_spec(layer, window=window, max_tokens=tokens)
-    count = args.layers or (4 if batch >= 64 else 24)
-    steps = WINDOWS_TIMED * window // accepted
-    inputs = [random_tokens(spec, batch, tokens, seed) for seed in range(count)]
-    errors = {name: check(spec, batch, name, tokens, accepted) for name in args.implementation}
+class Case:
+    """Each replay implementation against the fastest conventional step; compiles when made."""
 
-    def states(how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
-        every = [rs.init_state(spec, batch, ragged=True) for _ in range(count)]
-        if how == "own pointers":
+    def __init__(
+        self,
+        layer: str,
+        batch: int,
+        tokens: int,
+        accepted: int,
+        args: argparse.Namespace,
+        ahead: harness.Compiler,
+    ):
+        self.args, self.layer, self.batch = args, layer, batch
+        self.tokens, self.accepted = tokens, accepted
+        self.window = args.window or (32 if tokens > 4 else 16)
+        self.spec = layers.make_spec(layer, window=self.window, max_tokens=tokens)
+        self.count = args.layers or (4 if batch >= 64 else 24)
+        # Enough of them that the call itself does not count.
+        steps = (4 if batch >= 64 else 16) * self.window // accepted
+        self.calls = steps * self.count
+        self.checks = {
+            name: Check(self.spec, batch, name, tokens, accepted, ahead)
+            for name in args.implementation
+        }
+
+        self.random = ahead(random_tokens, self.spec, batch, tokens, 0)
+        one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, tokens), 0)
+
+        def compiled(step: Step, start: Callable[[], Any]) -> harness.Program:
+            return ahead(loop(step, steps), *jax.eval_shape(start), [one] * self.count)
+
+        self.programs = {}
+        for name in args.implementation:
+            # Staggered rows differ in what their pointer holds alone.
+            for how in dict.fromkeys("own" if how == OWN else "shared" for how in args.forms):
+                start = functools.partial(self.states, OWN if how == "own" else "uniform")
+                self.programs[name, how] = compiled(replay_step(self.spec, name, accepted), start)
+        self.baselines = {
+            name: compiled(conventional_step(self.spec, name, accepted), self.baseline_states)
+            for name in args.baseline
+        }
+
+    def states(self, how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
+        every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
+        if how == OWN:
             return None, every
         pointer = every[0].pointer
         if how == "staggered":
-            fill = jnp.arange(batch, dtype=jnp.int32) % (window + 1)
+            fill = jnp.arange(self.batch, dtype=jnp.int32) % (self.window + 1)
             pointer = dataclasses.replace(pointer, length=fill)
         return pointer, [dataclasses.replace(s, pointer=None) for s in every]
 
-    contenders = {}
-    for name in args.implementation:
-        run = loop(replay_step(spec, name, accepted), steps)
-        for how in args.forms:
-            contenders[name, how] = contender(run, *states(how), inputs, count * steps)
-    for name in args.baseline:
-        run = loop(conventional_step(spec, name, accepted), steps)
-        started = conventional_states(spec, batch, count)
-        contenders["conventional", name] = contender(run, *started, inputs, count * steps)
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # compiling is what takes long
-        list(pool.map(harness.Contender.once, contenders.values()))
-    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
-    baselines = {key: t for key, t in timings.items() if key[0] == "conventional"}
-    fastest = min(baselines, key=lambda key: baselines[key].us)
-    for key, timing in timings.items():
-        if key in baselines:
-            continue
-        name, how = key
-        rate = bytes_read(spec, batch, tokens) / timing.us * 1e6
-        yield harness.row(
-            timing,
-            baselines[fastest],
-            case=", ".join(
-                [
-                    layers.describe(layer),
-                    *([] if accepted == tokens else [f"{accepted} accepted"]),
-                    *([] if how == "uniform" else [how]),
-                ]
-            ),
-            implementation=name,
-            fraction_of_read_bandwidth=rate / args.bandwidth if args.bandwidth else None,
-            rel_err=errors[name],
-            extra={
-                "window": window,
-                "accepted": accepted,
-                "layers": count,
-                "baseline": fastest[1],
-                "conventional_us": {name: t.us for (_, name), t in baselines.items()},
-            },
-            **facts(layer, spec, batch, tokens),
+    def baseline_states(self) -> tuple[Any, list[Any]]:
+        return conventional_states(self.spec, self.batch, self.count)
+
+    def rows(self) -> Iterator[harness.Row]:
+        args = self.args
+        inputs = [self.random.result()(seed) for seed in range(self.count)]
+        errors = {name: check() for name, check in self.checks.items()}
+        contenders: dict[Any, harness.Contender] = {}
+        for name in args.implementation:
+            for how in args.forms:
+                program = self.programs[name, "own" if how == OWN else "shared"]
+                contenders[name, how] = contender(program, self.states(how), inputs, self.calls)
+        for name, program in self.baselines.items():
+            started = self.baseline_states()
+            contenders["conventional", name] = contender(program, started, inputs, self.calls)
+        for one in contenders.values():
+            one.once()
+        timings = harness.time_in_turns(contenders, repeats=args.repeats)
+        baselines = {key: t for key, t in timings.items() if key[0] == "conventional"}
+        fastest = min(baselines, key=lambda key: baselines[key].us)
+        for key, timing in timings.items():
+            if key in baselines:
+                continue
+            name, how = key
+            rate = bytes_read(self.spec, self.batch, self.tokens) / timing.us * 1e6
+            yield harness.row(
+                timing,
+                baselines[fastest],
+                case=", ".join(
+                    [
+                        layers.describe(self.layer),
+                        *([] if self.accepted == self.tokens else [f"{self.accepted} accepted"]),
+                        *([] if how == "uniform" else [how]),
+                    ]
+                ),
+                implementation=name,
+                fraction_of_read_bandwidth=rate / args.bandwidth if args.bandwidth else None,
+                rel_err=errors[name],
+                extra={
+                    "window": self.window,
+                    "accepted": self.accepted,
+                    "layers": self.count,
+                    "baseline": fastest[1],
+                    "conventional_us": {name: t.us for (_, name), t in baselines.items()},
+                },
+                **facts(self.layer, self.spec, self.batch, self.tokens),
+            )
+
+
+class Fills:
+    """Single steps: at each fill of the window (the last one flushes), and staggered."""
+
+    def __init__(self, layer: str, batch: int, args: argparse.Namespace, ahead: harness.Compiler):
+        self.args, self.layer, self.batch = args, layer, batch
+        self.window = args.window or 16
+        self.spec = layers.make_spec(layer, window=self.window)
+        self.count = args.layers or 4
+        self.name = args.implementation[0]
+        step = replay_step(self.spec, self.name, 1)
+
+        def run(states: Any, pointer: rs.Pointer, inputs: Any) -> Any:
+            def body(states: Any, _: None) -> tuple[Any, jax.Array]:
+                after = []
+                for state, token in zip(states, inputs, strict=True):
+                    # The pointer stays where it is: every step of the loop is the same one.
+                    output, _, state = step(pointer, state, token)
+                    after.append(state)
+                return after, output[0, 0, 0, 0]
+
+            return jax.lax.scan(body, states, None, length=2 * self.window)
+
+        self.check = Check(self.spec, batch, self.name, 1, 1, ahead)
+        self.random = ahead(random_tokens, self.spec, batch, 1, 0)
+        one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, 1), 0)
+        inputs = [one] * self.count
+        self.program = ahead(jax.jit(run, donate_argnums=0), *jax.eval_shape(self.start), inputs)
+        self.baseline = ahead(
+            loop(conventional_step(self.spec, self.name, 1), 2 * self.window),
+            *jax.eval_shape(self.baseline_states),
+            inputs,
         )
 
+    def start(self) -> tuple[list[rs.ReplayState], rs.Pointer]:
+        every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
+        return [dataclasses.replace(one, pointer=None) for one in every], every[0].pointer
 
-def measure_fills(
-    layer: str, batch: int, args: argparse.Namespace, tick: Callable[[], None]
-) -> Iterator[harness.Row]:
-    """Rows of single steps: at each fill of the window (the last one flushes), and staggered."""
-    window = args.window or 16
-    spec = layers.make_spec(layer, window=window)
-    count = args.layers or 4
-    name = args.implementation[0]
-    inputs = [random_tokens(spec, batch, 1, seed) for seed in range(count)]
-    error = check(spec, batch, name, 1, 1)
-    every = jnp.arange(batch, dtype=jnp.int32)
-    fills = {f"fill {j}": jnp.full((batch,), j, jnp.int32) for j in range(window + 1)}
-    fills["staggered"] = every % window + 1
+    def baseline_states(self) -> tuple[Any, list[Any]]:
+        return conventional_states(self.spec, self.batch, self.count)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def run(states: Any, pointer: rs.Pointer, inputs: Any) -> Any:
-        step = replay_step(spec, name, 1)
+    def rows(self) -> Iterator[harness.Row]:
+        calls = 2 * self.window * self.count
+        inputs = [self.random.result()(seed) for seed in range(self.count)]
+        error = self.check()
+        box, pointer = self.start()
+        held = [box]
+        fills = {f"fill {j}": jnp.full((self.batch,), j, jnp.int32) for j in range(self.window + 1)}
+        fills["staggered"] = jnp.arange(self.batch, dtype=jnp.int32) % self.window + 1
 
-        def body(states: Any, _: None) -> tuple[Any, jax.Array]:
-            after = []
-            for state, token in zip(states, inputs, strict=True):
-                # The pointer stays where it is, so that every step of the loop is the same one.
-                output, _, state = step(pointer, state, token)
-                after.append(state)
-            return after, output[0, 0, 0, 0]
+        def one_fill(fill: jax.Array) -> harness.Contender:
+            filled = dataclasses.replace(pointer, length=fill)
 
-        return jax.lax.scan(body, states, None, length=2 * window)
+            def once(states: Any) -> Any:
+                held[0], outputs = self.program.result()(states, filled, inputs)
+                return outputs
 
-    pointer = rs.init_state(spec, batch, ragged=True).pointer
-    box = [[dataclasses.replace(rs.init_state(spec, batch), pointer=None) for _ in range(count)]]
+            return harness.Contender(once, prepare=lambda: held[0], calls=calls)
 
-    def one_fill(fill: jax.Array) -> harness.Contender:
-        filled = dataclasses.replace(pointer, length=fill)
-
-        def once(states: Any) -> Any:
-            box[0], outputs = run(states, filled, inputs)
-            return outputs
-
-        return harness.Contender(once, prepare=lambda: box[0], calls=2 * window * count)
-
-    contenders: dict[Any, harness.Contender] = {k: one_fill(v) for k, v in fills.items()}
-    conventional = loop(conventional_step(spec, name, 1), 2 * window)
-    started = conventional_states(spec, batch, count)
-    contenders["conventional"] = contender(conventional, *started, inputs, 2 * window * count)
-    for one in contenders.values():
-        one.once()
-    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
-    for key in fills:
-        yield harness.row(
-            timings[key],
-            timings["conventional"],
-            case=f"{layers.describe(layer)}, {key}",
-            implementation=name,
-            fraction_of_read_bandwidth=None,
-            rel_err=error,
-            extra={"window": window, "layers": count, "fill": key},
-            **facts(layer, spec, batch, 1),
-        )
+        contenders: dict[Any, harness.Contender] = {k: one_fill(v) for k, v in fills.items()}
+        started = self.baseline_states()
+        contenders["conventional"] = contender(self.baseline, started, inputs, calls)
+        for one in contenders.values():
+            one.once()
+        timings = harness.time_in_turns(contenders, repeats=self.args.repeats)
+        for key in fills:
+            yield harness.row(
+                timings[key],
+                timings["conventional"],
+                case=f"{layers.describe(self.layer)}, {key}",
+                implementation=self.name,
+                fraction_of_read_bandwidth=None,
+                rel_err=error,
+                extra={"window": self.window, "layers": self.count, "fill": key},
+                **facts(self.layer, self.spec, self.batch, 1),
+            )
 
 
 def runnable(implementation: str, layer: str) -> bool:
@@ -322,6 +384,24 @@ def runnable(implementation: str, layer: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def cases_of(
+    args: argparse.Namespace,
+) -> Iterator[tuple[str, Callable[[harness.Compiler], Case | Fills]]]:
+    """Name of each case, and what makes it."""
+    for layer in args.layer:
+        for batch in args.batch:
+            if args.fills:
+                yield f"{layer}, batch {batch}", functools.partial(Fills, layer, batch, args)
+                continue
+            for count in args.tokens:
+                for share in args.accepted if count > 1 else ["all"]:
+                    accepted = count if share == "all" else count // 2
+                    yield (
+                        f"{layer}, batch {batch}, {accepted} of {count} tokens",
+                        functools.partial(Case, layer, batch, count, accepted, args),
+                    )
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -349,7 +429,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--forms",
-        choices=("uniform", "staggered", "own pointers"),
+        choices=("uniform", "staggered", OWN),
         nargs="+",
         default=["uniform"],
         help="staggered: rows at spread fills; own pointers: one for each layer, not one for all",
@@ -379,20 +459,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[harness.Row] = []
     refused = False
     options = {key: value for key, value in vars(args).items() if key != "out"}
-    tokens = [1] if args.fills else args.tokens
-    cases = [(layer, batch, t) for layer in args.layer for batch in args.batch for t in tokens]
+    cases = list(cases_of(args))
     with harness.progress(console) as bar:
-        task = bar.add_task("", total=len(cases))
-        for layer, batch, count in cases:
-            name = f"{layer}, batch {batch}, {count} tokens"
+        task = bar.add_task("compile", total=2 * len(cases))
+        made: dict[str, Case | Fills] = {}
+        with harness.Compiler() as ahead:
+            for name, make in cases:
+                made[name] = make(ahead)
+                bar.advance(task)
+        for name in list(made):
             bar.update(task, description=name)
             try:
-                if args.fills:
-                    rows += measure_fills(layer, batch, args, lambda: None)
-                else:
-                    for share in args.accepted if count > 1 else ["all"]:
-                        accepted = count if share == "all" else count // 2
-                        rows += measure(layer, batch, count, accepted, args, lambda: None)
+                rows += made.pop(name).rows()
             except harness.WrongResult as error:
                 refused = True
                 console.print(f"[bold red]{name}: not reported[/]: {error}")

@@ -15,8 +15,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import ACC, LHS, RHS, broadcast, copy_rows, load, operand_rows, store
-from pallas_kernels.problem import BLOCK, TILE, blocks, term_pairs
+from pallas_kernels.layouts import broadcast, copy_rows, load, operand_rows, store
+from pallas_kernels.problem import BLOCK, TILE, blocks
+from pallas_kernels.products import ACC, LHS, RHS, split, term_pairs
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import encode, load_tile
 from pallas_kernels.solve import Solve
@@ -125,7 +126,8 @@ class Fold(Solve):
         for first in blocks(self.p.padded_window):
             here = pl.ds(first, BLOCK)
             records = self.fold_records(first, i, layout)
-            self.store_terms(records, [sm.fold_record.at[term, here] for term in range(3)])
+            for term, part in enumerate(split(records, 3)):
+                store(sm.fold_record.at[term, here], part)
         plgpu.commit_smem()
 
     def make_fold_keys(self, layout: Any) -> None:
@@ -141,8 +143,8 @@ class Fold(Solve):
             if sm.fold_key is None:
                 store(sm.key.at[here], keys)
             else:
-                terms = range(p.key_terms)
-                self.store_terms(keys.astype(F32), [sm.fold_key.at[b, here] for b in terms])
+                for b, term in enumerate(split(keys.astype(F32), p.key_terms)):
+                    store(sm.fold_key.at[b, here], term)
 
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""

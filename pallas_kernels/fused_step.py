@@ -30,9 +30,6 @@ from jax import lax
 from pallas_kernels.configs import choose, why_not
 from pallas_kernels.fold import Fold
 from pallas_kernels.layouts import (
-    ACC,
-    LHS,
-    RHS,
     broadcast,
     copy_rows,
     is_replicated,
@@ -50,10 +47,18 @@ from pallas_kernels.problem import (
     Problem,
     blocks,
     programs_per_row,
+)
+from pallas_kernels.products import (
+    ACC,
+    LHS,
+    multiply,
+    operand_layouts,
+    split,
     term_pairs,
+    terms,
 )
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import ReadCopy, load_terms, load_tile
+from pallas_kernels.read_copy import ReadCopy, load_tile
 from pallas_kernels.scratch import Scratch, scratch_types
 
 
@@ -265,7 +270,8 @@ class Step(Fold):
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
-                    self.store_terms(rest, [sm.operand.at[b, c, here] for b in range(p.key_terms)])
+                    for b, term in enumerate(split(rest, p.key_terms)):
+                        store(sm.operand.at[b, c, here], term)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -290,27 +296,17 @@ class Step(Fold):
     def multiply_tile(self, ref: Any, i: Any) -> None:
         """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
         p, sm = self.p, self.sm
-        optimized = not self.mode.interpret and p.read_dtype is None
-        rest = load(ref, LHS, optimized=optimized)
-        terms = [] if p.read_dtype is None else load_terms(rest, p.read_terms)
-        products = zeros((TILE, p.padded_columns), ACC)
-
-        def columns(b: int) -> jax.Array:
-            return load(sm.operand.at[b, :, pl.ds(0, p.key_dim)].transpose((1, 0)), RHS)
-
-        first, top = columns(0), rest
+        lhs, rhs = operand_layouts(p.key_dim)
+        narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
+        state = terms(load(ref, lhs, optimized=narrow), p.read_terms)
+        # Sums of their own, as each product of a sum waits for the one before.
+        sums = [zeros((TILE, p.padded_columns), ACC)] * 3
+        columns = sm.operand.at[:, :, pl.ds(0, p.key_dim)]
+        factors = [load(columns.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
         for a, b in term_pairs(p.key_terms, p.read_terms):
-            if terms:
-                top = terms[a]
-            elif b == 0:
-                rest = rest - top.astype(F32) if a else rest
-                top = rest.astype(jnp.bfloat16)
-            factor = columns(b) if b else first
-            if self.mode.interpret:  # it has no warp-level products
-                products = products + top.astype(F32) @ factor.astype(F32)
-            else:
-                products = plgpu.mma(products, top, factor)
-        store(self.tile_rows(sm.read, i=i), products)
+            n = a if p.read_dtype is None else a + b
+            sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
+        store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
 
     def reads(self) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""

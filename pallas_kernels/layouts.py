@@ -9,30 +9,27 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
 
-def _layout(tiles: Any, warp_dims: Any, lane_dims: Any) -> Any:
-    tiled = fa.TiledLayout(fa.Tiling(tiles), warp_dims, lane_dims, -1, _check_canonical=False)
-    return _as_argument(tiled.canonicalize())
+def tiled(tiles: Any, warp_dims: Any, lane_dims: Any, vector_dim: int = -1) -> Any:
+    """Layout from its tiles, and which of their dimensions are warps, lanes and vectors."""
+    layout = fa.TiledLayout(
+        fa.Tiling(tiles), warp_dims, lane_dims, vector_dim, _check_canonical=False
+    )
+    return as_argument(layout.canonicalize())
 
 
-def _as_argument(tiled: fa.TiledLayout) -> Any:
-    return plgpu.Layout.TILED(tiled.tiling, tiled.warp_dims, tiled.lane_dims, tiled.vector_dim)
-
-
-# Of `plgpu.mma`, warp-level bf16 products that every GPU since Ampere has:
-# [64 m, 8 n] accumulator = [64 m, 16 k] times [16 k, 8 n].
-_MMA = mgpu.MMALayouts(jnp.bfloat16)
-ACC, LHS, RHS = _as_argument(_MMA.acc), _as_argument(_MMA.lhs), _as_argument(_MMA.rhs)
+def as_argument(layout: fa.TiledLayout) -> Any:
+    """The layout as Pallas takes it."""
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def state_rows(key_dim: int) -> Any:
     """[16 r, N] state rows: lanes read 16 bytes each, and a row sum stays in a warp."""
     width = 32 if key_dim % 32 == 0 else 16
     lanes = width // 4
-    return _layout(((64, width), (16, width), (32 // lanes, width), (4,)), (-7,), (-3, -2))
+    return tiled(((64, width), (16, width), (32 // lanes, width), (4,)), (-7,), (-3, -2))
 
 
 def copy_rows(key_dim: int, itemsize: int) -> tuple[Any, Any]:
@@ -48,18 +45,18 @@ def copy_rows(key_dim: int, itemsize: int) -> tuple[Any, Any]:
     )
     width = vector * lanes
     tiles = ((64, width), (16, width), (32 // lanes, width), (vector,))
-    return _layout(tiles, (-7,), (-3, -2)), _layout((*tiles, (4,)), (-8,), (-4, -3))
+    return tiled(tiles, (-7,), (-3, -2)), tiled((*tiles, (4,)), (-8,), (-4, -3))
 
 
 def record_rows(key_dim: int) -> Any:
     """[16, N] records: eight lanes for each of 16 rows."""
     vector = 4 if key_dim % 32 == 0 else 2
-    return _layout(((16, 8 * vector), (4, 8 * vector), (vector,)), (-5,), (-3, -2))
+    return tiled(((16, 8 * vector), (4, 8 * vector), (vector,)), (-5,), (-3, -2))
 
 
 def operand_rows() -> Any:
     """[16, 16 n] operands of a tensor-core product; fits their 32-byte swizzle."""
-    return _layout(((16, 16), (4, 16), (2,)), (-5,), (-3, -2))
+    return tiled(((16, 16), (4, 16), (2,)), (-5,), (-3, -2))
 
 
 def spread(*shape: int, vector: int = 4) -> Any:
@@ -85,7 +82,7 @@ def spread(*shape: int, vector: int = 4) -> Any:
     else:
         tiles = ((wc * lc * v,), (lc * v,), (v,))
         warps = [-3 if d == -4 else d for d in warps]
-    return _layout(tiles, tuple(warps), tuple(lanes))
+    return tiled(tiles, tuple(warps), tuple(lanes))
 
 
 def swizzled(dtype: Any, width: int, swizzle: int | None = None) -> Any:

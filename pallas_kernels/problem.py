@@ -171,11 +171,3 @@ def blocks(length: int) -> range:
 def programs_per_row(problem: Problem, config: Config) -> int:
     """Programs that share a batch row."""
     return problem.num_heads * problem.value_dim // config.num_rows
-
-
-def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
-    """Products of bf16 terms (of fp32 values, of keys) that an fp32-accurate product needs.
-
-    In the order of the first; the others are below fp32 rounding.
-    """
-    return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]

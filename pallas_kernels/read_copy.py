@@ -134,13 +134,3 @@ def _from_int8(x: Any) -> Any:
     for i, vector in np.ndenumerate(x.registers):
         registers[i] = convert(vector)
     return fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-
-def load_terms(tile: jax.Array, terms: int) -> list[jax.Array]:
-    """A tile of a copy as bf16 terms whose sum it is, exactly."""
-    found = []
-    rest = tile.astype(F32)
-    for _ in range(terms):
-        found.append(rest.astype(jnp.bfloat16))
-        rest = rest - found[-1].astype(F32)
-    return found

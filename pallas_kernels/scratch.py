@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.layouts import swizzled
 from pallas_kernels.problem import TILE, Config, Mode, Problem, round_up
+from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
 
@@ -86,6 +87,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
     channel = p.channel
+    operand = (p.key_terms, p.padded_columns, operand_width(n))
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
     # The swizzle under which a tensor-core product takes operands from shared memory.
@@ -120,8 +122,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
         column=sm((columns, n), F32) if channel or p.num_tokens > 1 else None,
-        # Eight columns are read at a time, from other banks each: hence rows longer than N.
-        operand=sm((p.key_terms, p.padded_columns, n + 8), bf16) if p.num_tokens > 1 else None,
+        operand=sm(operand, bf16) if p.num_tokens > 1 else None,
         pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,
@@ -152,10 +153,9 @@ def _again_types(p: Problem, c: Config) -> Again:
         beta=gates,
         decay=None if p.channel else gates,
         since=None if p.channel else gates,
-        # Read as the operand of `Scratch`: hence rows longer than N.
-        key=sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16),
+        key=sm((p.key_terms, window, operand_width(p.key_dim)), jnp.bfloat16),
         system=sm((c.heads, window, window), F32),
-        # A thread has a row: hence longer ones here too.
+        # A thread has a row: longer ones lie in other banks.
         read=sm((TILE, window + 2), F32),
     )
 

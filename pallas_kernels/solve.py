@@ -20,8 +20,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import ACC, LHS, RHS, broadcast, load, record_rows, spread, store, zeros
-from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks, term_pairs
+from pallas_kernels.layouts import broadcast, load, record_rows, spread, store, zeros
+from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
+from pallas_kernels.products import ACC, LHS, multiply, operand_layouts, split, term_pairs
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
 from pallas_kernels.scratch import Scratch
@@ -56,13 +57,6 @@ class Solve(Program):
     def slot(self, j: int) -> jax.Array:
         """Slot of record j of the window."""
         return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
-
-    def store_terms(self, value: jax.Array, places: list[Any]) -> None:
-        """Store float32 as bf16 terms, each the rounding of what those before it leave."""
-        for place in places:
-            top = value.astype(jnp.bfloat16)
-            store(place, top)
-            value = value - top.astype(F32)
 
     def prepare_solve(self, log_decay: Any, beta: Any) -> None:
         """What the systems of all state rows share, from the keys and gates of the window.
@@ -103,8 +97,8 @@ class Solve(Program):
             if p.channel:
                 since = since + load(sm.gate.at[j], self.channels)
                 key = key * jnp.exp(since)
-            here = pl.ds(0, p.key_dim)
-            self.store_terms(key, [sm.again.key.at[b, j, here] for b in range(p.key_terms)])
+            for b, term in enumerate(split(key, p.key_terms)):
+                store(sm.again.key.at[b, j, pl.ds(0, p.key_dim)], term)
 
     def make_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
@@ -144,21 +138,19 @@ class Solve(Program):
     def read_keys(self, slot: Any) -> None:
         """Products of the state tile with the keys of the window, some key channels at a time."""
         p, sm = self.p, self.sm
-        products = zeros((TILE, p.padded_window), ACC)
+        interpret = self.mode.interpret
+        sums = [zeros((TILE, p.padded_window), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
+        lhs, rhs = operand_layouts(width)
         for first in range(0, p.key_dim, width):
             here = pl.ds(first, width)
-            rest = load(sm.state.at[slot, :, here], LHS, optimized=not self.mode.interpret)
-            rest = jnp.where(self.fresh, 0.0, rest)
-            for a in range(3):
-                top = rest.astype(jnp.bfloat16)
-                rest = rest - top.astype(F32)
-                for b in [b for of, b in term_pairs(p.key_terms) if of == a]:
-                    keys = load(sm.again.key.at[b, :, here].transpose((1, 0)), RHS)
-                    if self.mode.interpret:  # it has no warp-level products
-                        products = products + top.astype(F32) @ keys.astype(F32)
-                    else:
-                        products = plgpu.mma(products, top, keys)
+            tile = load(sm.state.at[slot, :, here], lhs, optimized=lhs is LHS and not interpret)
+            state = split(jnp.where(self.fresh, 0.0, tile), 3)
+            keys = sm.again.key.at[:, :, here]
+            factors = [load(keys.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
+            for a, b in term_pairs(p.key_terms):
+                sums[a] = multiply(sums[a], state[a], factors[b], interpret=interpret)
+        products = sums[0] + (sums[1] + sums[2])
         store(sm.again.read.at[:, pl.ds(0, p.padded_window)], products)
 
     def substitute(self, i: Any) -> None:

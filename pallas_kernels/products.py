@@ -1,0 +1,113 @@
+"""Products with fp32 accuracy on tensor cores that multiply bf16.
+
+float32 values are taken apart into bf16 terms, and the terms multiplied in pairs, all but those
+below fp32 rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+from pallas_kernels.layouts import as_argument, tiled
+
+# Of `plgpu.mma`, warp-level bf16 products that every GPU since Ampere has:
+# [64 m, 8 n] accumulator = [64 m, 16 k] times [16 k, 8 n].
+_MMA = mgpu.MMALayouts(jnp.bfloat16)
+ACC, LHS, RHS = as_argument(_MMA.acc), as_argument(_MMA.lhs), as_argument(_MMA.rhs)
+# The same operands with eight neighbours of the contracted dimension in a lane, not two.
+_WIDE_LHS = tiled(((64, 32), (16, 32), (8, 32), (8,), (4,)), (-8,), (-4, -3))
+_WIDE_RHS = tiled(((32, 8), (8, 1)), (fa.Replicated(4),), (-3, -4), vector_dim=-2)
+
+
+def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
+    """Products of bf16 terms (of fp32 values, of keys) that an fp32-accurate product needs.
+
+    In the order of the first; the others are below fp32 rounding.
+    """
+    return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]
+
+
+def split(x: jax.Array, count: int) -> list[jax.Array]:
+    """bf16 terms whose sum is `x`, as far as it goes; each is of what those before it leave.
+
+    All but the last are cut off, not rounded: that takes one instruction, a rounding to bf16 whose
+    result is also used as float32 a slow one for each element.
+    """
+    found = []
+    for _ in range(count - 1):
+        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        top = lax.bitcast_convert_type(bits, jnp.float32)
+        found.append(top.astype(jnp.bfloat16))
+        x = x - top
+    return [*found, x.astype(jnp.bfloat16)]
+
+
+def terms(x: jax.Array, count: int) -> list[jax.Array]:
+    """`split` of values in any format; those in bf16 are their only term."""
+    return [x] if x.dtype == jnp.bfloat16 else split(x.astype(jnp.float32), count)
+
+
+def operand_layouts(contracted: int) -> tuple[Any, Any]:
+    """Layouts of the operands [m, k] and [k, n] of `multiply`.
+
+    Wherever k allows it a lane holds 16 bytes and more that lie together, in an order in which
+    eight lanes read all banks of a swizzled tile of float32.
+    """
+    return (_WIDE_LHS, _WIDE_RHS) if contracted % 32 == 0 else (LHS, RHS)
+
+
+def operand_width(contracted: int) -> int:
+    """Width of rows in shared memory of a bf16 [n, k] operand whose reads hit all banks."""
+    if contracted % 32:
+        return contracted + 8
+    return contracted + (32 - contracted) % 64
+
+
+def multiply(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:
+    """acc [m, n] + lhs [m, k] @ rhs [k, n], bf16 operands in `operand_layouts(k)`."""
+    if interpret:  # it has no warp-level products
+        return acc + lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
+    if lhs.shape[1] % 32 == 0:
+        lhs, rhs = _narrow(lhs, _WIDE_LHS, LHS, _MMA.lhs), _narrow(rhs, _WIDE_RHS, RHS, _MMA.rhs)
+    return plgpu.mma(acc, lhs, rhs)
+
+
+def _narrow(x: jax.Array, wide: Any, narrow: Any, layout: fa.TiledLayout) -> jax.Array:
+    """An operand in the layout of `plgpu.mma`, its contracted dimension in another order.
+
+    A sum may run in any order, the same for both operands: lane l of four holds positions 8 l to
+    8 l + 7 of 32. The first four of them are taken for those that mma has it hold in its first 16
+    positions (two neighbours in each half), the others for those in the next 16.
+    """
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=narrow)
+
+    @plgpu.inline_mgpu(arg_types=(wide,), return_type=out)
+    def relabel(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        pairs: Any
+        if narrow is LHS:  # registers of four, by (m, k, half of the rows, half of the lane's)
+            parts = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 32, 2, 2)
+            pairs = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
+            pairs = pairs.transpose(0, 1, 3, 4, 2)
+        else:  # registers of eight, by (k, n)
+            parts = x.registers.reshape(x.shape[0] // 32, x.shape[1] // 8)
+            pairs = np.stack([_cut(parts, i, i + 2) for i in (0, 2, 4, 6)], axis=-1)
+            pairs = pairs.reshape(*parts.shape, 2, 2).transpose(0, 2, 1, 3)
+        registers = pairs.reshape(layout.registers_shape(x.shape))
+        return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return relabel(x)
+
+
+def _cut(registers: np.ndarray, start: int, stop: int) -> np.ndarray:
+    cut = np.empty(registers.shape, dtype=object)
+    for index, register in np.ndenumerate(registers):
+        cut[index] = mgpu.utils.vector_slice(register, slice(start, stop))
+    return cut

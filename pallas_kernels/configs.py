@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem
+from pallas_kernels.read_copy import FORMATS
 from pallas_kernels.scratch import shared_bytes
 
 # Programs below which a device is not filled: two for each of about 132 multiprocessors.
@@ -76,6 +77,9 @@ def why_not(problem: Problem, mode: Mode) -> str | None:
     floats = (jnp.bfloat16, jnp.float16, jnp.float32)
     if p.key_dtype not in floats or p.value_dtype not in floats:
         return f"inputs must be bf16, fp16 or fp32, found {p.key_dtype} and {p.value_dtype}"
+    if p.read_dtype is not None and p.read_dtype not in FORMATS:
+        names = ", ".join(x.name for x in FORMATS)
+        return f"a read copy must be in one of {names}, found {p.read_dtype}"
     if p.key_dim not in range(32, 257, 16):
         return f"key_dim must be a multiple of 16 from 32 to 256, found {p.key_dim}"
     if p.value_dim % 16 or p.value_dim > 256:

@@ -71,11 +71,16 @@ def operand_width(contracted: int) -> int:
     return contracted + (32 - contracted) % 64
 
 
-def multiply(acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:
-    """acc [m, n] + lhs [m, k] @ rhs [k, n], bf16 operands in `operand_layouts(k)`."""
+def multiply(
+    acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: bool, narrow: bool = False
+) -> jax.Array:
+    """acc [m, n] + lhs [m, k] @ rhs [k, n].
+
+    bf16 operands in `operand_layouts(k)`, or where they are `narrow` in `LHS` and `RHS`.
+    """
     if interpret:  # it has no warp-level products
         return acc + lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
-    if lhs.shape[1] % 32 == 0:
+    if lhs.shape[1] % 32 == 0 and not narrow:
         lhs, rhs = _narrow(lhs, _WIDE_LHS, LHS, _MMA.lhs), _narrow(rhs, _WIDE_RHS, RHS, _MMA.rhs)
     return plgpu.mma(acc, lhs, rhs)
 
@@ -92,6 +97,7 @@ def _narrow(x: jax.Array, wide: Any, narrow: Any, layout: fa.TiledLayout) -> jax
     @plgpu.inline_mgpu(arg_types=(wide,), return_type=out)
     def relabel(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
         pairs: Any
+        parts: Any
         if narrow is LHS:  # registers of four, by (m, k, half of the rows, half of the lane's)
             parts = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 32, 2, 2)
             pairs = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)

@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import swizzled
-from pallas_kernels.problem import TILE, Config, Mode, Problem, round_up
+from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
@@ -73,9 +73,9 @@ class Again(NamedTuple):
     beta: Any  # for each record and head
     decay: Any  # scalar decay: of each record by itself
     since: Any  # scalar decay: of the checkpoint up to each record
-    key: Any  # bf16 terms of the keys, by channel times the decay of the checkpoint up to each
+    key: Any  # the keys in float32, by channel times the decay of the checkpoint up to each
     system: Any  # <k_j, k_i> of the window's records j < i, decayed from one to the other
-    read: Any  # S k for each row of a tile and each of these keys
+    read: Any  # S k for each row of a tile and 16 of these keys
 
 
 def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
@@ -153,10 +153,11 @@ def _again_types(p: Problem, c: Config) -> Again:
         beta=gates,
         decay=None if p.channel else gates,
         since=None if p.channel else gates,
-        key=sm((p.key_terms, window, operand_width(p.key_dim)), jnp.bfloat16),
+        # Read in pairs of elements, from rows in other banks.
+        key=sm((window, p.key_dim + 8), F32),
         system=sm((c.heads, window, window), F32),
         # A thread has a row: longer ones lie in other banks.
-        read=sm((TILE, window + 2), F32),
+        read=sm((TILE, BLOCK + 2), F32),
     )
 
 

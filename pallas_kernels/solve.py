@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.layouts import broadcast, load, record_rows, spread, store, zeros
 from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
-from pallas_kernels.products import ACC, LHS, multiply, operand_layouts, split, term_pairs
+from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
 from pallas_kernels.scratch import Scratch
@@ -89,7 +89,7 @@ class Solve(Program):
             self.store_heads(jnp.exp(since), again.since, j)
 
     def make_solve_keys(self) -> None:
-        """The keys that are multiplied with the state, as bf16 terms; dead ones may be anything."""
+        """The keys that are multiplied with the state; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
         for j in range(p.window):
@@ -97,8 +97,7 @@ class Solve(Program):
             if p.channel:
                 since = since + load(sm.gate.at[j], self.channels)
                 key = key * jnp.exp(since)
-            for b, term in enumerate(split(key, p.key_terms)):
-                store(sm.again.key.at[b, j, pl.ds(0, p.key_dim)], term)
+            store(sm.again.key.at[j, pl.ds(0, p.key_dim)], key)
 
     def make_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
@@ -130,31 +129,34 @@ class Solve(Program):
 
     def solve_tile(self, slot: Any, i: Any) -> None:
         """The updates of the window's records in the rows of state tile i."""
-        self.read_keys(slot)
-        plgpu.commit_smem()
-        self.substitute(i)
-        plgpu.commit_smem()
+        for first in blocks(self.p.padded_window):
 
-    def read_keys(self, slot: Any) -> None:
-        """Products of the state tile with the keys of the window, some key channels at a time."""
+            @pl.when(first < self.length)
+            def _(first: int = first) -> None:
+                self.read_keys(slot, first)
+                plgpu.commit_smem()
+                self.substitute(i, first)
+                plgpu.commit_smem()
+
+    def read_keys(self, slot: Any, first: int) -> None:
+        """Products of the state tile with 16 keys of the window, some key channels at a time."""
         p, sm = self.p, self.sm
         interpret = self.mode.interpret
-        sums = [zeros((TILE, p.padded_window), ACC)] * 3
+        sums = [zeros((TILE, BLOCK), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
-        lhs, rhs = operand_layouts(width)
-        for first in range(0, p.key_dim, width):
-            here = pl.ds(first, width)
-            tile = load(sm.state.at[slot, :, here], lhs, optimized=lhs is LHS and not interpret)
+        for channel in range(0, p.key_dim, width):
+            here = pl.ds(channel, width)
+            tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
             state = split(jnp.where(self.fresh, 0.0, tile), 3)
-            keys = sm.again.key.at[:, :, here]
-            factors = [load(keys.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
+            keys = load(sm.again.key.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
+            factors = split(keys, p.key_terms)
             for a, b in term_pairs(p.key_terms):
-                sums[a] = multiply(sums[a], state[a], factors[b], interpret=interpret)
-        products = sums[0] + (sums[1] + sums[2])
-        store(sm.again.read.at[:, pl.ds(0, p.padded_window)], products)
+                operands = state[a], factors[b]
+                sums[a] = multiply(sums[a], *operands, interpret=interpret, narrow=True)
+        store(sm.again.read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
 
-    def substitute(self, i: Any) -> None:
-        """Forward substitution, a few records at a time, a thread for each row of state tile i."""
+    def substitute(self, i: Any, first: int) -> None:
+        """Forward substitution in the rows of state tile i, a thread each, for 16 records."""
         p, sm = self.p, self.sm
         layout = spread(TILE, vector=1)
 
@@ -167,7 +169,9 @@ class Solve(Program):
         def score(later: Any, j: Any) -> jax.Array:
             return self.of_tile(lambda head: sm.again.system[head, later, j], i, layout)
 
-        @pl.loop(0, (self.length + CHUNK - 1) // CHUNK)
+        chunks = jnp.minimum(self.length, first + BLOCK) + CHUNK - 1
+
+        @pl.loop(jnp.int32(first // CHUNK), chunks // CHUNK)
         def _(chunk: jax.Array) -> None:
             here = [chunk * CHUNK + n for n in range(CHUNK)]
 
@@ -184,7 +188,7 @@ class Solve(Program):
             updates: list[jax.Array] = []
             for n, j in enumerate(here):
                 value = load(self.tile_rows(sm.again.value, j, i=i), layout).astype(F32)
-                read = load(sm.again.read.at[:, j], layout)
+                read = load(sm.again.read.at[:, j - first], layout)
                 if not p.channel:
                     read = read * gate(sm.again.since, j)
                 total = sums[n]

@@ -68,6 +68,11 @@ class Problem:
         return round_up(self.window, BLOCK)
 
     @property
+    def token_rows(self) -> int:
+        """New tokens, one for each of four warps at a time."""
+        return round_up(self.num_tokens, 4) if self.num_tokens > 1 else 1
+
+    @property
     def padded_tokens(self) -> int:
         """New tokens in whole blocks."""
         return round_up(max(self.num_tokens, 1), BLOCK)

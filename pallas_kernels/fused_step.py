@@ -53,8 +53,11 @@ from pallas_kernels.products import (
     ACC,
     LHS,
     RHS,
+    SUMS,
     multiply,
+    multiply_rows,
     operand_layouts,
+    rows_layout,
     split,
     term_pairs,
 )
@@ -327,8 +330,7 @@ class Step(Program):
         state = split(load(sm.state.at[slot], lhs, optimized=narrow), 3)
         # Sums of their own, as each product of a sum waits for the one before.
         sums = [zeros((TILE, p.padded_columns), ACC)] * 3
-        columns = sm.operand.at[:, :, pl.ds(0, p.key_dim)]
-        factors = [load(columns.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
+        factors = [load(self.operand(b), rhs) for b in range(p.key_terms)]
         for a, b in term_pairs(p.key_terms):
             sums[a] = multiply(sums[a], state[a], factors[b], interpret=self.mode.interpret)
         store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
@@ -370,45 +372,66 @@ class Step(Program):
                         self.tile(i + stages), sm.state.at[slot], sm.state_bar.at[slot]
                     )
 
-    def score_window(self) -> None:
-        """<k_j, r> of the window's keys and each column; of dead keys zero."""
+    def score_keys(self, window: bool) -> None:
+        """<k, r> of the window's keys, if asked for, and of the new ones, with each column.
+
+        By channel new keys are decayed to the column's token, a key at a time.
+        """
         p, sm = self.p, self.sm
-        for first in blocks(p.padded_window):
-            here = pl.ds(first, BLOCK)
-            keys = load((sm.gate if p.channel else sm.key).at[here], self.block).astype(F32)
-            for c in range(p.num_columns):
-                self.score(c, first, keys, self.column(c, self.block.reduce(0)), self.length)
-
-    def score(
-        self, c: int, first: int, keys: jax.Array, column: jax.Array, length: Any = None
-    ) -> None:
-        """<k, r> of 16 keys and column c; zero from record `length` on."""
-        layout = self.block.reduce(1)
-        column = broadcast(column, (BLOCK, self.p.key_dim), (1,), self.block)
-        scores = jnp.sum(keys * column, axis=1)
-        if length is not None:
-            index = plgpu.broadcasted_iota(jnp.int32, (BLOCK,), 0, layout=layout)
-            scores = jnp.where(index + first < length, scores, 0.0)
-        store(self.scores(c).at[pl.ds(first, BLOCK)], scores)
-
-    def scores(self, c: int) -> Any:
-        """Scores of column c with all keys."""
-        tokens = self.p.num_tokens
-        return self.sm.score.at[c // tokens, c % tokens]
-
-    def score_new(self) -> None:
-        """<k_i, r> of the new keys and each column, decayed from one to the other by channel."""
-        p, sm = self.p, self.sm
+        firsts = list(blocks(p.padded_window)) if window else []
         if p.channel and p.num_tokens > 1:
-            return self.score_new_by_channel()
-        if p.num_tokens == 1:
-            key = load(sm.k.at[0], self.block.reduce(0))
-            keys = broadcast(key, (BLOCK, p.key_dim), (1,), self.block).astype(F32)
+            self.score_new_by_channel()
         else:
-            keys = load(sm.k, self.block).astype(F32)
+            firsts.append(p.padded_window)
+        if sm.operand is not None and p.key_terms == 1:
+            return self.multiply_keys(firsts)
+        keys = {}
+        for first in firsts:
+            if first < p.padded_window:
+                of_block = load(
+                    (sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], self.block
+                )
+            elif p.num_tokens > 1:
+                of_block = load(sm.k, self.block)
+            else:
+                of_block = load(sm.k.at[0], self.block.reduce(0))
+                of_block = broadcast(of_block, (BLOCK, p.key_dim), (1,), self.block)
+            keys[first] = of_block.astype(F32)
         for c in range(p.num_columns):
-            column = load(self.raw_column(c), self.block.reduce(0)).astype(F32)
-            self.score(c, p.padded_window, keys, column)
+            for first, of_block in keys.items():
+                is_new = first == p.padded_window
+                ref = self.raw_column(c) if is_new or not p.channel else sm.column.at[c]
+                column = load(ref, self.block.reduce(0)).astype(F32)
+                column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
+                self.store_scores(jnp.sum(of_block * column, axis=1), first, self.score_at(c))
+
+    def multiply_keys(self, firsts: list[int]) -> None:
+        """The same on tensor cores, for bf16 keys and columns: their products are exact."""
+        p, sm = self.p, self.sm
+        factor = load(self.operand(0), operand_layouts(p.key_dim)[1])
+        for first in firsts:
+            ref = sm.k if first == p.padded_window else sm.key.at[pl.ds(first, BLOCK)]
+            keys = load(ref, rows_layout(p.key_dim))
+            scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
+            self.store_scores(scores, first, pl.ds(0, p.padded_columns))
+
+    def operand(self, term: int) -> Any:
+        """A bf16 term of the columns in shared memory, [N, columns]."""
+        return self.sm.operand.at[term, :, pl.ds(0, self.p.key_dim)].transpose((1, 0))
+
+    def store_scores(self, scores: jax.Array, first: int, columns: Any) -> None:
+        """Store scores of 16 keys from `first` on; of dead ones of the window zero."""
+        if first < self.p.padded_window:
+            layout = SUMS if scores.ndim == 2 else self.block.reduce(1)
+            scores = self.mask_dead(scores, first, layout)
+        store(self.sm.score.at[pl.ds(first, BLOCK), columns], scores)
+
+    def score_at(self, c: int) -> int:
+        """Where the scores of column c are."""
+        if not self.p.channel:
+            return c
+        tokens = self.p.num_tokens
+        return c // tokens * self.p.token_rows + c % tokens
 
     def score_new_by_channel(self) -> None:
         """The same by channel: key by key, for all later tokens at once, over whose rows lie warps.
@@ -425,7 +448,8 @@ class Step(Program):
             decayed = broadcast(key, shape, (1,), layout) * jnp.exp(since)
             for kind, column in enumerate(columns):
                 scores = jnp.sum(column * decayed, axis=1)
-                store(sm.score.at[kind, :, p.padded_window + i], scores)
+                here = pl.ds(kind * p.token_rows, p.token_rows)
+                store(sm.score.at[p.padded_window + i, here], scores)
             if i:
                 decay = load(sm.g.at[i], layout.reduce(0))
                 decay = broadcast(decay, shape, (1,), layout)
@@ -460,7 +484,7 @@ class Step(Program):
                 record = jnp.where(live, record, 0.0)
                 if sm.weight is not None:
                     record = record * self.over_rows(self.load_heads(sm.weight, j))
-                scores = [self.scores(c)[j] for c in range(p.num_columns)]
+                scores = [sm.score[j, self.score_at(c)] for c in range(p.num_columns)]
                 sums = tuple(s + record * x for s, x in zip(sums, scores, strict=True))
             return sums
 
@@ -489,7 +513,7 @@ class Step(Program):
             between = {} if p.channel else {i: self.decay_since(i + 1, t) for i in range(t)}
 
             def pair(c: int, i: int, between: dict[int, jax.Array] = between) -> jax.Array:
-                score = self.scores(c)[p.padded_window + i]
+                score = sm.score[p.padded_window + i, self.score_at(c)]
                 return self.over_rows(between[i] * score) if i in between else score
 
             if p.delta:
@@ -700,13 +724,12 @@ class Step(Program):
             self.read_state()
             if not p.channel:
                 self.wait_window()
-            self.score_window()
             after(folded=False)
 
         def after(folded: bool) -> None:
             if not p.num_tokens:
                 return
-            self.score_new()
+            self.score_keys(window=not folded)
             plgpu.commit_smem()
             self.finish(folded)
 

@@ -88,6 +88,13 @@ class Problem:
         return round_up(self.num_columns, 8)
 
     @property
+    def score_columns(self) -> int:
+        """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
+        if self.num_tokens < 2:
+            return max(self.num_columns, 1)
+        return self.token_rows * (2 if self.delta else 1) if self.channel else self.padded_columns
+
+    @property
     def key_terms(self) -> int:
         """bf16 terms that hold keys, or columns, at fp32 accuracy."""
         return 3 if self.channel or self.key_dtype != jnp.bfloat16 else 1

@@ -87,7 +87,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         decay=None if channel else sm((window, *heads), F32),
         weight=None if p.delta and channel else sm((window, *heads), F32),
         new_gate=sm((2, tokens, *heads), F32),
-        score=sm((2 if p.delta else 1, p.token_rows, window + p.padded_tokens), F32),
+        score=sm((window + p.padded_tokens, p.score_columns), F32),
         read=sm((*rows, p.padded_columns) if several else (columns, *rows), F32),
         fold_record=sm((3, window, TILE), bf16, transforms=swizzle) if mode.fold else None,
         fold_key=None,

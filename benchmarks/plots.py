@@ -4,7 +4,8 @@
     python benchmarks/plots.py RESULTS.json   # these alone, documents left as they are
 
 `kernels.py` gives speed-up and fraction of the read bandwidth over the batch, its `--fills` the
-time of a step over a window. Other results have tables alone.
+time of a step over a window, `speculative.py` speed-ups over the batch. Other results have tables
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = {"README.md": "", "docs/kernels.md": "../", "docs/serving.md": "../"}
+DOCUMENTS = {
+    "README.md": "",
+    "docs/kernels.md": "../",
+    "docs/serving.md": "../",
+    "docs/speculative.md": "../",
+}
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
 # Distinct for colour-blind readers, too, and each with its own marker.
@@ -129,6 +135,35 @@ def _draw_one_window(ax: Axes, title: str, case: dict[str, Any]) -> None:
     ax.set_xticks(at[::4])
 
 
+def draw_speculative(record: tables.Record) -> Figure:
+    """What speculation by replay gains over plain decoding and over snapshots, over the batch."""
+    grouped = tables.speculative(record)
+    batches = sorted({batch for _, batch in grouped})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    for case in dict.fromkeys(name for name, _ in grouped):
+        found = {
+            batch: grouped[case, batch]["replay speculation"]
+            for batch in batches
+            if "replay speculation" in grouped.get((case, batch), {})
+        }
+        left.plot([*found], [row["speedup"] for row in found.values()], label=case)
+        over = {
+            batch: row["extra"]["speedup_over_snapshots"]
+            for batch, row in found.items()
+            if "speedup_over_snapshots" in row["extra"]
+        }
+        right.plot([*over], [*over.values()])
+    left.set_title("Speculation by replay over plain decoding")
+    right.set_title("Speculation by replay over snapshots")
+    for ax in (left, right):
+        ax.axhline(1, color=MUTED, linewidth=1, linestyle="--", marker="")
+        ax.set_ylim(bottom=0)
+        _over_batch(ax, batches)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(f"{record['device']}, jax {record['jax']}", fontsize=10, color=MUTED)
+    return figure
+
+
 def draw(path: Path, folder: Path) -> Path | None:
     """Draw the picture of a results file to <folder>/<its stem>.svg; None where it has none."""
     record = tables.load(path)
@@ -137,6 +172,8 @@ def draw(path: Path, folder: Path) -> Path | None:
             figure = draw_window(record)
         elif tables.is_kernels(record):
             figure = draw_kernels(record)
+        elif tables.is_speculative(record):
+            figure = draw_speculative(record)
         else:
             return None
         folder.mkdir(parents=True, exist_ok=True)

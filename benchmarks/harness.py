@@ -293,7 +293,7 @@ def use_all_memory() -> None:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Bytes that the device holds while a compiled program runs: arguments, results, temporaries."""
+    """Bytes of a compiled program's arguments, results and temporaries."""
     stats = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(held + stats.temp_size_in_bytes)

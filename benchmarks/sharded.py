@@ -3,8 +3,9 @@
     python benchmarks/sharded.py --family mamba2 --layers 6 --batch 512
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/sharded.py --tiny
 
-Random weights of published shapes and depth decode greedily in one compiled loop: on one device, with the rows over all devices (2x1) and with the heads over all devices (1x2). A case is
-reported only if
+Random weights of published shapes and depth decode greedily in one compiled loop: on one device,
+with the rows over all devices (2x1) and with the heads over all devices (1x2). A case is reported
+only if
 
 - no collective of the compiled loop has the size of a cached array or of a part of one;
 - in float32, where sums in another order hardly matter, all logits of a model of its first blocks

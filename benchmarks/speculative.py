@@ -460,8 +460,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for case in every:
                 title = f"{case.name}, batch {case.prompt.shape[0]}"
                 bar.update(task, description=title)
+                tick = functools.partial(bar.advance, task)
                 try:
-                    found, too_large = measure(case, compiled, args, lambda: bar.advance(task))
+                    found, too_large = measure(case, compiled, args, tick)
                 except harness.WrongResult as error:
                     refused = True
                     console.print(f"[bold red]{title}: not reported[/]: {error}", soft_wrap=True)

@@ -187,7 +187,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     names = [name for name in models.MODELS if name != "tiny"]
     parser.add_argument("--model", choices=models.MODELS, nargs="+", default=names)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4], help="T = 1 + drafts")
-    parser.add_argument("--context", type=int, default=4096, help="positions of the KV caches")
+    parser.add_argument("--context", type=int, default=1024, help="positions of the KV caches")
     parser.add_argument("--window", type=int, default=16, help="replay window")
     parser.add_argument("--small", type=int, default=64, help="batch that is compiled first")
     parser.add_argument("--memory", type=float, default=105.0, help="GB, if the device says none")

@@ -16,7 +16,8 @@ A case is reported only if the log-probabilities of every scheme's tokens agree 
 over them; trained models must also emit the same tokens by every scheme.
 
 A scheme is one program: prefill and loop. All programs of the same weights are compiled before the
-first of them is timed; cases that differ in no shape share them.
+first of them is timed; cases that differ in no shape share them. Most of that time is Python's, so
+`--side-by-side` has a process for each model, and measures when the last one has compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -280,10 +283,7 @@ def run_once(
 
 
 def measure(
-    case: Case,
-    compiled: Mapping[Hashable, Any],
-    args: argparse.Namespace,
-    tick: Callable[[], None] = lambda: None,
+    case: Case, compiled: Mapping[Hashable, Any], args: argparse.Namespace
 ) -> tuple[list[harness.Row], list[str]]:
     """Time the schemes; microseconds are those of one token of every row.
 
@@ -305,7 +305,7 @@ def measure(
         return harness.Contender(lambda _: ready(program.leaves), calls=emitted[name] / batch)
 
     contenders = {name: contender(name) for name in outputs}
-    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
+    timings = harness.time_in_turns(contenders, repeats=args.repeats)
     baseline = timings["plain conventional"]
     rows = []
     for name, out in outputs.items():
@@ -399,13 +399,84 @@ def trained_cases(family: str, args: argparse.Namespace) -> Iterator[Case]:
                 )
 
 
-def groups(args: argparse.Namespace) -> Iterator[tuple[str, Iterator[Case]]]:
-    """Cases of the same weights, made when it is their turn."""
-    for name in args.model:
-        if name != "trained":
-            yield name, random_cases(name, args)
-    for family in args.family if "trained" in args.model else ():
-        yield f"trained {family}", trained_cases(family, args)
+def group_names(args: argparse.Namespace) -> list[str]:
+    """Names of the groups: cases with the same weights, which are made when it is their turn."""
+    trained = args.family if "trained" in args.model else ()
+    names = [name for name in args.model if name != "trained"]
+    return names + [f"trained {family}" for family in trained]
+
+
+class Found(NamedTuple):
+    """What one step of a group has to say."""
+
+    rows: Sequence[harness.Row] = ()
+    words: Sequence[str] = ()
+    refused: bool = False
+
+
+def steps(name: str, args: argparse.Namespace) -> Iterator[Found]:
+    """Compile everything of a group first, then measure case by case."""
+    begin = time.perf_counter()
+    trained = name.removeprefix("trained ")
+    cases = [*(random_cases(name, args) if trained == name else trained_cases(trained, args))]
+    compiled = compile_cases(cases, args)
+    yield Found(words=[f"{name}: {len(compiled)} programs in {time.perf_counter() - begin:.0f} s"])
+    begin = time.perf_counter()
+    for case in cases:
+        title = f"{case.name}, batch {case.prompt.shape[0]}"
+        try:
+            rows, too_large = measure(case, compiled, args)
+        except harness.WrongResult as error:
+            yield Found(words=[f"{title}: not reported: {error}"], refused=True)
+            continue
+        words = [f"{title}, {scheme}: does not fit" for scheme in too_large]
+        yield Found(rows, [*words, f"{title}: after {time.perf_counter() - begin:.0f} s"])
+
+
+def one_by_one(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
+    for name in names:
+        yield from steps(name, args)
+
+
+def side_by_side(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
+    """A process for each group: all compile at once, then they measure one after the other."""
+    # Each takes what it needs, and gives it back when it ends.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for name in names:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, name, args), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((name, ours, process))
+    failed = []
+    for name, ours, _ in workers:
+        try:
+            yield ours.recv()
+        except EOFError:
+            failed.append(name)
+    for name, ours, process in workers:
+        try:
+            if name not in failed:
+                ours.send("measure")
+                while (found := ours.recv()) is not None:
+                    yield found
+        except (EOFError, BrokenPipeError):
+            failed.append(name)
+        process.join()
+    for name in failed:
+        yield Found(words=[f"{name}: its process has failed"], refused=True)
+
+
+def serve(connection: Any, name: str, args: argparse.Namespace) -> None:
+    """Send the steps of a group, all but the first of them when it is asked for."""
+    work = steps(name, args)
+    connection.send(next(work))
+    connection.recv()
+    for found in work:
+        connection.send(found)
+    connection.send(None)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -426,6 +497,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-bytes", type=int, default=512, help="prompts of trained models")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each scheme")
     parser.add_argument("--threads", type=int, default=8, help="programs compiled side by side")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="a process for each model, to compile sooner"
+    )
     parser.add_argument("--name", default="speculative", help="first part of the file's name")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other cases")
@@ -447,33 +521,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse(argv), Console()
     harness.use_all_memory()
-    options = {key: value for key, value in vars(args).items() if key != "out"}
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
     rows: list[harness.Row] = []
     refused = False
-    for name, cases in groups(args):
-        begin = time.perf_counter()
-        every = list(cases)
-        compiled = compile_cases(every, args)
-        console.print(f"{name}: {len(compiled)} programs in {time.perf_counter() - begin:.0f} s")
-        with harness.progress(console) as bar:
-            task = bar.add_task("", total=None)
-            for case in every:
-                title = f"{case.name}, batch {case.prompt.shape[0]}"
-                bar.update(task, description=title)
-                tick = functools.partial(bar.advance, task)
-                try:
-                    found, too_large = measure(case, compiled, args, tick)
-                except harness.WrongResult as error:
-                    refused = True
-                    console.print(f"[bold red]{title}: not reported[/]: {error}", soft_wrap=True)
-                    continue
-                rows += found
-                for scheme in too_large:
-                    console.print(f"{title}, {scheme}: does not fit", soft_wrap=True)
-                # Case by case, so that a run that is cut short leaves what it measured.
-                harness.save(args.name, rows, options, args.out, add=args.add)
-        console.print(f"{name}: after {time.perf_counter() - begin:.0f} s", highlight=False)
-    path = harness.save(args.name, rows, options, args.out, add=args.add)
+    path = None
+    names = group_names(args)
+    for found in (side_by_side if args.side_by_side else one_by_one)(names, args):
+        rows += found.rows
+        refused |= found.refused
+        for line in found.words:
+            console.print(line, highlight=False, soft_wrap=True)
+        # Case by case, so that a run that is cut short leaves what it measured.
+        path = harness.save(args.name, rows, options, args.out, add=args.add)
     console.print(harness.table("microseconds of one token of every row", rows))
     console.print(f"written to {path}")
     return int(refused)

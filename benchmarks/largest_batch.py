@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import time
@@ -34,6 +35,8 @@ from replayssm_jax.models import HybridConfig, HybridLM
 
 # Of the memory that JAX may take; the allocator needs some room between arrays.
 SHARE = 0.98
+# Times that a batch is compiled, smaller each time, before it is run or does not fit.
+ROUNDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,39 @@ def cases_of(name: str, args: argparse.Namespace) -> list[Case]:
     every = [("conventional", 1), ("replay", 1)]
     every += [(scheme, tokens) for tokens in args.tokens for scheme in ("snapshots", "replay")]
     return [Case(name, config, scheme, tokens, args.context) for scheme, tokens in every]
+
+
+def compile_largest(
+    cases: Sequence[Case], limit: int, args: argparse.Namespace
+) -> tuple[dict[Case, Any], dict[Case, int]]:
+    """The programs at the largest batches, and these; cases that nothing fits of are left out."""
+
+    def compile_at(batches: dict[Case, int]) -> dict[Case, Any]:
+        lowerings = {case: functools.partial(case.lower, n) for case, n in batches.items()}
+        return harness.compile_all(lowerings, args.threads)
+
+    small = compile_at(dict.fromkeys(cases, args.small))
+    small = {case: one for case, one in small.items() if not is_error(one)}
+    batches = {case: case.largest(limit, one, args.small) for case, one in small.items()}
+    compiled: dict[Case, Any] = {}
+    wanted = batches
+    for _ in range(ROUNDS):
+        compiled |= compile_at(wanted)
+        # Temporaries need not grow with the batch alone.
+        wanted = {
+            case: int(n * SHARE * limit / harness.program_bytes(compiled[case])) // 8 * 8
+            for case, n in wanted.items()
+            if not is_error(compiled[case]) and harness.program_bytes(compiled[case]) > limit
+        }
+        if not wanted:
+            break
+        batches = batches | wanted
+    fits = {case: one for case, one in compiled.items() if case not in wanted and not is_error(one)}
+    return fits, batches
+
+
+def is_error(found: Any) -> bool:
+    return isinstance(found, jax.errors.JaxRuntimeError)
 
 
 def memory_limit(args: argparse.Namespace) -> int:
@@ -209,23 +245,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     for name in args.model:
         cases = cases_of(name, args)
-        small = harness.compile_all(
-            {case: lambda case=case: case.lower(args.small) for case in cases}, args.threads
-        )
-        batches = {
-            case: case.largest(limit, one, args.small)
-            for case, one in small.items()
-            if not isinstance(one, jax.errors.JaxRuntimeError)
-        }
-        del small
-        compiled = harness.compile_all(
-            {case: lambda case=case, n=n: case.lower(n) for case, n in batches.items()},
-            args.threads,
-        )
+        compiled, batches = compile_largest(cases, limit, args)
         console.print(f"{name}: compiled after {time.perf_counter() - begin:.0f} s")
         for case in cases:
             one = compiled.pop(case, None)
-            if one is None or isinstance(one, jax.errors.JaxRuntimeError):
+            if one is None:
                 console.print(f"{name}, {case.scheme}, T={case.tokens}: does not fit")
                 continue
             rows.append(measure(case, batches[case], one, limit))

@@ -36,6 +36,33 @@ def test_the_largest_batch_is_compiled_and_run(tmp_path, monkeypatch):
         assert row["counted"] == memory.held(config, row["scheme"], 3, 64).total
 
 
+def test_batches_whose_temporaries_outgrow_them_shrink(monkeypatch):
+    """Here temporaries are the square of the batch, and the first guess takes them as linear."""
+    args = largest_batch.parse([*TINY, "--small", "8"])
+    case = largest_batch.cases_of("tiny", args)[0]
+    limit = 2_000_000
+    tried = []
+
+    class Compiled:
+        def __init__(self, batch):
+            tried.append(batch)
+            held = memory.nbytes(case.model) + batch * case.counted
+            self.argument_size_in_bytes = self.output_size_in_bytes = held
+            self.alias_size_in_bytes = held
+            self.temp_size_in_bytes = 40 * batch**2
+
+        def memory_analysis(self):
+            return self
+
+    monkeypatch.setattr(largest_batch.Case, "lower", lambda _, batch: Compiled(batch))
+    monkeypatch.setattr(harness, "compile_all", lambda calls, _: {k: f() for k, f in calls.items()})
+    compiled, batches = largest_batch.compile_largest([case], limit, args)
+    assert tried[0] == 8 and tried[-1] == batches[case] < tried[1]
+    assert harness.program_bytes(compiled[case]) <= limit
+    monkeypatch.setattr(largest_batch, "ROUNDS", 1)
+    assert largest_batch.compile_largest([case], limit, args)[0] == {}
+
+
 def test_temporaries_leave_less_room():
     class Compiled:
         def __init__(self, temporaries):

@@ -139,27 +139,32 @@ def draw_speculative(record: tables.Record) -> Figure:
     """What speculation by replay gains over plain decoding and over snapshots, over the batch."""
     grouped = tables.speculative(record)
     batches = sorted({batch for _, batch in grouped})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    for case in dict.fromkeys(name for name, _ in grouped):
-        found = {
-            batch: grouped[case, batch]["replay speculation"]
-            for batch in batches
-            if "replay speculation" in grouped.get((case, batch), {})
-        }
-        left.plot([*found], [row["speedup"] for row in found.values()], label=case)
-        over = {
-            batch: row["extra"]["speedup_over_snapshots"]
-            for batch, row in found.items()
-            if "speedup_over_snapshots" in row["extra"]
-        }
-        right.plot([*over], [*over.values()])
-    left.set_title("Speculation by replay over plain decoding")
-    right.set_title("Speculation by replay over snapshots")
-    for ax in (left, right):
-        ax.axhline(1, color=MUTED, linewidth=1, linestyle="--", marker="")
-        ax.set_ylim(bottom=0)
-        _over_batch(ax, batches)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    models = list(dict.fromkeys(name.split(", ")[0] for name, _ in grouped))
+    figure, axes = plt.subplots(
+        len(models), 2, figsize=(10, 3.4 * len(models)), squeeze=False, layout="constrained"
+    )
+    for model, (left, right) in zip(models, axes, strict=True):
+        for case in dict.fromkeys(name for name, _ in grouped if name.split(", ")[0] == model):
+            found = {
+                batch: grouped[case, batch]["replay speculation"]
+                for batch in batches
+                if "replay speculation" in grouped.get((case, batch), {})
+            }
+            label = case.removeprefix(f"{model}, ")
+            left.plot([*found], [row["speedup"] for row in found.values()], label=label)
+            over = {
+                batch: row["extra"]["speedup_over_snapshots"]
+                for batch, row in found.items()
+                if "speedup_over_snapshots" in row["extra"]
+            }
+            right.plot([*over], [*over.values()])
+        left.set_title(f"{model}: replay over plain decoding")
+        left.legend()
+        right.set_title("replay over snapshots")
+        for ax in (left, right):
+            ax.axhline(1, color=MUTED, linewidth=1, linestyle="--", marker="")
+            ax.set_ylim(bottom=0)
+            _over_batch(ax, batches)
     figure.suptitle(f"{record['device']}, jax {record['jax']}", fontsize=10, color=MUTED)
     return figure
 

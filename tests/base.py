@@ -414,7 +414,11 @@ class CoreSuite:
 
     # Loops without a flush predicate
 
-    @pytest.mark.parametrize("length", [3, 16, 41])
+    @pytest.mark.parametrize(
+        "ragged, length",
+        [(False, 3), (True, 16), (False, 41), (True, 41)],
+        ids=["scalar-3", "ragged-16", "scalar-41", "ragged-41"],
+    )
     def test_windowed_scan_equals_scan(self, family, ragged, length):
         spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 5 + length)

@@ -43,14 +43,15 @@ def random_inputs(spec, batch_size, num_tokens, seed=0, gates=None):
     shape = (*lead, spec.num_heads) + ((spec.key_dim,) if spec.decay == "channel" else ())
     g = -np.exp(2 * rng.standard_normal(shape) - 2) if gates is None else rng.choice(gates, shape)
     beta = 1.3 / (1 + np.exp(-rng.standard_normal((*lead, spec.num_heads))))
-    # Cast by NumPy: JAX would compile a conversion for every shape.
-    return rs.TokenInputs(
-        q=jnp.asarray(q.astype(spec.key_dtype)),
-        k=jnp.asarray(k.astype(spec.key_dtype)),
-        v=jnp.asarray(v.astype(spec.value_dtype)),
-        g=jnp.asarray(g.astype(spec.compute_dtype)),
-        beta=jnp.asarray(beta.astype(spec.compute_dtype)),
+    # Cast by NumPy and put there: jnp.asarray compiles a program for every shape.
+    inputs = rs.TokenInputs(
+        q=q.astype(spec.key_dtype),
+        k=k.astype(spec.key_dtype),
+        v=v.astype(spec.value_dtype),
+        g=g.astype(spec.compute_dtype),
+        beta=beta.astype(spec.compute_dtype),
     )
+    return jax.tree.map(jax.device_put, inputs)
 
 
 def tokens(inputs, *index):

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.stages
@@ -26,6 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Philox. Of the default generator, fused into normal draws, a GPU's compiler makes minutes of work.
 jax.config.update("jax_default_prng_impl", "rbg")
@@ -268,3 +271,54 @@ def table(title: str, rows: Sequence[Row]) -> Table:
             f"{one.rel_err:.0e}",
         )
     return shown
+
+
+def compile_all(
+    lowerings: Mapping[K, Callable[[], Any]],
+    threads: int,
+    finish: Callable[[K, Any], V] = lambda _, compiled: compiled,
+) -> dict[K, V | jax.errors.JaxRuntimeError]:
+    """Lower programs one after the other, which is Python's, and compile them side by side.
+
+    So that nothing is traced or compiled any more once the first of them is timed.
+
+    Args:
+      lowerings: calls that return a `jax.stages.Lowered`.
+      threads: programs that are compiled side by side.
+      finish: takes a key and the compiled program, in the same thread; returns what is kept of it.
+
+    Returns:
+      For each key what `finish` returned, or the error where there is no memory to compile it.
+    """
+
+    def job(key: K, lowered: Any) -> V | jax.errors.JaxRuntimeError:
+        try:
+            return finish(key, lowered.compile())
+        except jax.errors.JaxRuntimeError as error:
+            if not does_not_fit(error):
+                raise
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        jobs = {key: pool.submit(job, key, lower()) for key, lower in lowerings.items()}
+        return {key: job.result() for key, job in jobs.items()}
+
+
+def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether the device's memory was too small."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def use_all_memory() -> None:
+    """Let JAX take nearly all of a GPU's memory, unless the environment says how much.
+
+    To be called before the first device is used. What is left is for other libraries.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
+
+
+def program_bytes(compiled: Any) -> int:
+    """Bytes of a compiled program's arguments, results and temporaries."""
+    stats = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(held + stats.temp_size_in_bytes)

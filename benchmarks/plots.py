@@ -4,7 +4,8 @@
     python benchmarks/plots.py RESULTS.json   # these alone, documents left as they are
 
 `kernels.py` gives speed-up and fraction of the read bandwidth over the batch, its `--fills` the
-time of a step over a window. Other results have tables alone.
+time of a step over a window, `speculative.py` speed-ups over the batch. Other results have tables
+alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = {"README.md": "", "docs/kernels.md": "../", "docs/serving.md": "../"}
+DOCUMENTS = {
+    "README.md": "",
+    "docs/kernels.md": "../",
+    "docs/serving.md": "../",
+    "docs/speculative.md": "../",
+}
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
 # Distinct for colour-blind readers, too, and each with its own marker.
@@ -129,6 +135,40 @@ def _draw_one_window(ax: Axes, title: str, case: dict[str, Any]) -> None:
     ax.set_xticks(at[::4])
 
 
+def draw_speculative(record: tables.Record) -> Figure:
+    """What speculation by replay gains over plain decoding and over snapshots, over the batch."""
+    grouped = tables.speculative(record)
+    batches = sorted({batch for _, batch in grouped})
+    models = list(dict.fromkeys(name.split(", ")[0] for name, _ in grouped))
+    figure, axes = plt.subplots(
+        len(models), 2, figsize=(10, 3.4 * len(models)), squeeze=False, layout="constrained"
+    )
+    for model, (left, right) in zip(models, axes, strict=True):
+        for case in dict.fromkeys(name for name, _ in grouped if name.split(", ")[0] == model):
+            found = {
+                batch: grouped[case, batch]["replay speculation"]
+                for batch in batches
+                if "replay speculation" in grouped.get((case, batch), {})
+            }
+            label = case.removeprefix(f"{model}, ")
+            left.plot([*found], [row["speedup"] for row in found.values()], label=label)
+            over = {
+                batch: row["extra"]["speedup_over_snapshots"]
+                for batch, row in found.items()
+                if "speedup_over_snapshots" in row["extra"]
+            }
+            right.plot([*over], [*over.values()])
+        left.set_title(f"{model}: replay over plain decoding")
+        left.legend()
+        right.set_title("replay over snapshots")
+        for ax in (left, right):
+            ax.axhline(1, color=MUTED, linewidth=1, linestyle="--", marker="")
+            ax.set_ylim(bottom=0)
+            _over_batch(ax, batches)
+    figure.suptitle(f"{record['device']}, jax {record['jax']}", fontsize=10, color=MUTED)
+    return figure
+
+
 def draw(path: Path, folder: Path) -> Path | None:
     """Draw the picture of a results file to <folder>/<its stem>.svg; None where it has none."""
     record = tables.load(path)
@@ -137,6 +177,8 @@ def draw(path: Path, folder: Path) -> Path | None:
             figure = draw_window(record)
         elif tables.is_kernels(record):
             figure = draw_kernels(record)
+        elif tables.is_speculative(record):
+            figure = draw_speculative(record)
         else:
             return None
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
 """Time of a model's decode step on several GPUs against one, data and tensor parallel.
 
-    python benchmarks/sharded.py --family mamba2 --layers 8 --batch 512
+    python benchmarks/sharded.py --family mamba2 --layers 6 --batch 512
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python benchmarks/sharded.py --tiny
 
-Random weights of published shapes, cut to some blocks, decode greedily in one compiled loop: on one
-device, with the rows over all devices (2x1) and with the heads over all devices (1x2). A case is
-reported only if
+Random weights of published shapes and depth decode greedily in one compiled loop: on one device,
+with the rows over all devices (2x1) and with the heads over all devices (1x2). A case is reported
+only if
 
 - no collective of the compiled loop has the size of a cached array or of a part of one;
-- in float32, where sums in another order hardly matter, all logits agree with one device's, and so
-  does every token, unless two logits tie;
+- in float32, where sums in another order hardly matter, all logits of a model of its first blocks
+  agree with one device's, and so does every token, unless two logits tie;
 - in the timed dtype the highest logits agree for as long as the tokens do. From the first token
   that another rounding decides otherwise a row goes its own way: how many do is reported.
 
@@ -25,7 +25,6 @@ Efficiency of n devices, T the time of a step of the same scheme in the same run
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -58,11 +57,13 @@ from replayssm_jax.models import (
 )
 from replayssm_jax.models.build import build_block
 
-# Name, the blocks that repeat (M the mixer, A attention, - the MLP), and shapes.
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+# Name, the blocks that repeat (M the mixer, A attention, - the MLP), mixers of the published model,
+# attention included, and shapes.
+MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mamba2": (
         "like Nemotron-3-Nano-4B",
         "M-M-M-MM-A",
+        25,
         dict(
             d_model=3136,
             mlp="relu2",
@@ -74,6 +75,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gated_delta_net": (
         "like Qwen3.5-4B",
         "M-M-M-A-",
+        32,
         dict(
             d_model=2560,
             mlp="swiglu",
@@ -114,8 +116,13 @@ def first_mixers(unit: str, count: int) -> str:
     return (unit * (count + 1))[: mixers[count]]
 
 
-def make_config(family: str, args: argparse.Namespace) -> HybridConfig:
-    _, unit, shapes = MODELS[family]
+def mixers_of(family: str, args: argparse.Namespace) -> int:
+    """Mixers of the timed model: as many as asked for, or as the published model has."""
+    return MODELS[family][2] if args.layers is None else args.layers
+
+
+def make_config(family: str, args: argparse.Namespace, mixers: int) -> HybridConfig:
+    _, unit, _, shapes = MODELS[family]
     if args.tiny:
         unit = "M-A-"
         attention = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=6)
@@ -127,7 +134,7 @@ def make_config(family: str, args: argparse.Namespace) -> HybridConfig:
     }
     return HybridConfig(
         vocab_size=args.vocab,
-        layers=tuple(block[letter] for letter in first_mixers(unit, args.layers)),
+        layers=tuple(block[letter] for letter in first_mixers(unit, mixers)),
         replay_window=args.window,
         # Logits with a standard deviation of about 3, so that the layers decide on the tokens.
         logit_scale=3 / (0.02 * math.sqrt(shapes["d_model"])),
@@ -156,14 +163,6 @@ def make_model(config: HybridConfig, dtype: Any) -> HybridLM:
     }
     nnx.replace_by_pure_dict(state, drawn)
     return nnx.merge(graphdef, state)
-
-
-def in_float32(model: HybridLM) -> HybridLM:
-    """The model with its parameters and its activations in float32."""
-    config = model.config
-    abstract = nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0)))
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.split(model)[1])
-    return nnx.merge(nnx.split(abstract)[0], params)
 
 
 def on_mesh(model: HybridLM, mesh: str) -> HybridLM:
@@ -353,13 +352,11 @@ def compare(name: str, found: tuple[Any, Any], expected: tuple[Any, Any], dtype:
 
 def compile_all(cases: dict[Any, Case], threads: int) -> dict[Any, Program]:
     """Lower the cases one after the other and compile them side by side."""
-
-    def finish(case: Case, lowered: Any) -> Program:
-        return Program(case, lowered.compile())
-
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        jobs = {key: pool.submit(finish, case, case.lower()) for key, case in cases.items()}
-        return {key: job.result() for key, job in jobs.items()}
+    return harness.compile_all(
+        {key: case.lower for key, case in cases.items()},
+        threads,
+        lambda key, compiled: Program(cases[key], compiled),
+    )
 
 
 def meshes(devices: int) -> tuple[str, str]:
@@ -392,9 +389,9 @@ def cases_of(
 def measure(family: str, args: argparse.Namespace, console: Console) -> Iterator[harness.Row | str]:
     """Rows of a family, each scheme and mesh against one device; in words what is refused."""
     begin = time.perf_counter()
-    config = make_config(family, args)
+    config = make_config(family, args, mixers_of(family, args))
     one = make_model(config, jnp.dtype(args.dtype))
-    exact = in_float32(one)
+    exact = make_model(make_config(family, args, args.check_layers), jnp.float32)
     names = [ONE, *meshes(args.devices)]
     cases = cases_of(
         {mesh: on_mesh(one, mesh) for mesh in names},
@@ -403,7 +400,10 @@ def measure(family: str, args: argparse.Namespace, console: Console) -> Iterator
     )
     programs = compile_all(cases, args.threads)
     console.print(f"{family}: {len(cases)} programs after {time.perf_counter() - begin:.0f} s")
-    checks = {key: programs.pop(key) for key in cases if key[0] == "check"}
+    for key, found in [*programs.items()]:
+        if isinstance(found, jax.errors.JaxRuntimeError):
+            yield f"{family}, {key} does not fit: {programs.pop(key)}"
+    checks = {key: programs.pop(key) for key in [*programs] if key[0] == "check"}
     del exact, cases
     same: dict[Any, Agreement] = {}
     for scheme in args.scheme:
@@ -426,7 +426,14 @@ def measure(family: str, args: argparse.Namespace, console: Console) -> Iterator
                     yield f"{family}, {scheme} {mesh}, batch {batch}: {program.refused}"
                 elif program is not None and (mesh == ONE or (scheme, mesh) in same):
                     group[mesh] = program
-            yield from measure_batch(family, scheme, batch, group, same, times, args)
+            if ONE not in group:
+                continue
+            try:
+                yield from measure_batch(family, scheme, batch, group, same, times, args)
+            except jax.errors.JaxRuntimeError as error:
+                if not harness.does_not_fit(error):
+                    raise
+                yield f"{family}, {scheme}, batch {batch}: does not fit"
             for program in group.values():
                 program.held = None
 
@@ -441,7 +448,8 @@ def measure_batch(
     args: argparse.Namespace,
 ) -> Iterator[harness.Row | str]:
     """Rows of one scheme and batch, timed in turns; `times` grows by (scheme, mesh, batch)."""
-    first = {mesh: program.first() for mesh, program in group.items()}
+    # One device last: the cache of a mesh is made on one of its devices and then spread.
+    first = {mesh: group[mesh].first() for mesh in reversed(group)}
     contenders = {mesh: program.contender() for mesh, program in group.items()}
     for one in contenders.values():
         one.once()
@@ -469,7 +477,7 @@ def measure_batch(
         yield harness.row(
             timings[mesh],
             timings[ONE],
-            case=f"{MODELS[family][0]}, {args.layers} mixers",
+            case=f"{MODELS[family][0]}, {mixers_of(family, args)} mixers",
             family=family,
             batch=batch,
             tokens=1,
@@ -510,14 +518,17 @@ def efficiencies(
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--family", choices=MODELS, nargs="+", default=list(MODELS))
-    parser.add_argument("--layers", type=int, default=8, help="mixers, attention included")
+    parser.add_argument(
+        "--layers", type=int, help="mixers, attention included; by default those of the real model"
+    )
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--dtype", choices=LIMITS, default="bfloat16", help="of the timed model")
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=["conventional", "replay"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--window", type=int, default=16, help="replay window")
     parser.add_argument("--steps", type=int, default=48, help="of one run, whole windows")
     parser.add_argument("--check-batch", type=int, default=8, help="rows of the float32 check")
+    parser.add_argument("--check-layers", type=int, default=6, help="mixers of the float32 check")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each mesh")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--threads", type=int, default=8, help="programs compiled side by side")
@@ -537,8 +548,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
     if args.tiny:
-        args.vocab, args.batch, args.layers = 60, [4 * args.devices], min(args.layers, 4)
-        args.steps, args.window = 8, 4
+        args.vocab, args.batch, args.layers = 60, [4 * args.devices], min(args.layers or 4, 4)
+        args.steps, args.window, args.check_layers = 8, 4, args.layers
     if args.steps % args.window:
         parser.error(f"--steps must be whole windows of {args.window}, found {args.steps}")
     if args.repeats < 2:
@@ -561,6 +572,7 @@ def describe(row: harness.Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    harness.use_all_memory()
     args = parse(argv)
     console = Console()
     rows: list[harness.Row] = []

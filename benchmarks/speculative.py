@@ -14,6 +14,10 @@ a batch whose slots are refilled. Trained models draft in earnest, greedily.
 
 A case is reported only if the log-probabilities of every scheme's tokens agree with one prefill
 over them; trained models must also emit the same tokens by every scheme.
+
+A scheme is one program: prefill and loop. All programs of the same weights are compiled before the
+first of them is timed; cases that differ in no shape share them. Most of that time is Python's, so
+`--side-by-side` has a process for each model, and measures when the last one has compiled.
 """
 
 from __future__ import annotations
@@ -22,8 +26,12 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
+import multiprocessing
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -139,40 +147,73 @@ class Case(NamedTuple):
     prompt: jax.Array
     drafter: Drafter
     tokens: int
-    driven: bool
+    dtype: str
+    rate: float | None
+
+    @property
+    def driven(self) -> bool:
+        return self.rate is not None
 
 
-def runs(case: Case, new_tokens: int) -> dict[str, Callable[[], Any]]:
-    """The four schemes, each a call that returns its output; `new_tokens` of the plain ones."""
+class Program(NamedTuple):
+    """One computation, not compiled yet: a function of arrays, and the arrays it takes here.
 
-    def plain(decode: Any) -> Any:
+    Attributes:
+      key: programs of equal keys, for the same weights, are the same program.
+      call: takes the leaves.
+      leaves: model, prompt and, where it speculates, drafter.
+    """
+
+    key: Hashable
+    call: Callable[[list[Any]], Any]
+    leaves: list[Any]
+
+    @classmethod
+    def of(cls, key: Hashable, call: Callable[..., Any], *arguments: Any) -> Program:
+        leaves, structure = jax.tree.flatten(arguments)
+        return cls(key, lambda leaves: call(*jax.tree.unflatten(structure, leaves)), leaves)
+
+    def lower(self) -> Any:
+        return jax.jit(self.call).lower(self.leaves)
+
+
+def schemes(case: Case, new_tokens: int) -> dict[str, Program]:
+    """The four schemes; the plain ones decode `new_tokens`, the others run as many passes."""
+    batch = case.prompt.shape[0]
+    # Driven rows end by their stop token, others by their limit.
+    most = new_tokens * case.tokens if case.driven else new_tokens
+
+    def plain(decode: Any, model: HybridLM, prompt: jax.Array) -> Any:
         options = {"max_new_tokens": new_tokens, "capacity": new_tokens, "decode": decode}
-        return rs.generate(case.plain, case.prompt, **options)
+        return rs.generate(model, prompt, **options)
 
-    def speculate(decode: Any) -> Any:
-        # Driven rows end by their stop token, others by their limit.
-        most = new_tokens * case.tokens if case.driven else new_tokens
-        stop = case.drafter.stop_token if isinstance(case.drafter, DrivenDrafter) else None
+    def speculate(decode: Any, model: HybridLM, prompt: jax.Array, drafter: Drafter) -> Any:
+        stop = drafter.stop_token if isinstance(drafter, DrivenDrafter) else None
+        options = {"max_new_tokens": most, "capacity": most, "decode": decode}
         with forced_acceptance() if case.driven else contextlib.nullcontext():
-            return rs.speculative_generate(
-                case.model,
-                case.prompt,
-                case.drafter,
-                max_new_tokens=most,
-                capacity=most,
-                stop_tokens=stop,
-                decode=decode,
-            )
+            return rs.speculative_generate(model, prompt, drafter, stop_tokens=stop, **options)
 
-    return {
-        "plain conventional": functools.partial(plain, "recurrent"),
-        "plain replay": functools.partial(plain, "replay"),
-        "snapshot speculation": functools.partial(speculate, "snapshot"),
-        "replay speculation": functools.partial(speculate, "replay"),
-    }
+    found = {}
+    for name, decode in (("conventional", "recurrent"), ("replay", "replay")):
+        call = functools.partial(plain, decode)
+        found[f"plain {name}"] = Program.of((decode, batch), call, case.plain, case.prompt)
+    for name in ("snapshot", "replay"):
+        key = ("speculation", name, batch, case.tokens, type(case.drafter).__name__)
+        arguments = case.model, case.prompt, case.drafter
+        found[f"{name} speculation"] = Program.of(
+            key, functools.partial(speculate, name), *arguments
+        )
+    return found
 
 
-@jax.jit
+# What a row of replay speculation says of the other schemes.
+OVER = {
+    "plain replay": "speedup_over_plain_replay",
+    "snapshot speculation": "speedup_over_snapshots",
+}
+ROWS_SCORED = 4
+
+
 def score(model: HybridLM, prompt: jax.Array, tokens: jax.Array) -> jax.Array:
     """Log-probabilities [B, N] of `tokens` after `prompt`, by one prefill."""
     every = jnp.concatenate([prompt, tokens], axis=1)
@@ -182,63 +223,110 @@ def score(model: HybridLM, prompt: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.take_along_axis(logprobs, tokens[:, :, None], axis=-1)[:, :, 0]
 
 
-ROWS_SCORED = 4
+def scoring(case: Case, tokens: np.ndarray) -> Program:
+    """`score` of the first rows: a prefill holds the logits of every position."""
+    prompt = np.asarray(case.prompt)[:ROWS_SCORED]
+    return Program.of(("score", tokens.shape), score, case.plain, prompt, tokens)
 
 
-def check(case: Case, outputs: dict[str, Any], dtype: str) -> dict[str, float]:
+def compile_cases(cases: Sequence[Case], args: argparse.Namespace) -> dict[Hashable, Any]:
+    """Every program that cases of the same weights run, compiled, by key."""
+    programs: dict[Hashable, Program] = {}
+    for case in cases:
+        rows = min(ROWS_SCORED, case.prompt.shape[0])
+        needed = [*schemes(case, args.passes).values()]
+        needed.append(scoring(case, np.zeros((rows, args.passes), np.int32)))
+        programs |= {program.key: program for program in needed if program.key not in programs}
+    lowerings = {key: program.lower for key, program in programs.items()}
+    return harness.compile_all(lowerings, args.threads)
+
+
+def check(case: Case, outputs: Mapping[str, Any], compiled: Mapping[Hashable, Any]) -> dict:
     """Return the relative errors of the log-probabilities, or raise `WrongResult`.
 
-    Of the first rows, and as many tokens as the plain schemes have: a prefill holds the logits of
-    every position, and so one program serves all.
+    Of the first rows, and as many tokens as the plain schemes have, so one program serves all.
     """
-    rows, columns = slice(0, ROWS_SCORED), slice(0, outputs["plain replay"].tokens.shape[1])
+    rows, columns = slice(0, ROWS_SCORED), slice(0, outputs["plain conventional"].tokens.shape[1])
     errors = {}
     for name, out in outputs.items():
-        tokens, lengths = out.tokens[rows, columns], np.asarray(out.lengths[rows])
+        every = np.asarray(out.tokens)
+        tokens, lengths = every[rows, columns], np.asarray(out.lengths)[rows]
         real = np.arange(tokens.shape[1]) < lengths[:, None]
-        wanted = np.where(real, score(case.plain, case.prompt[rows], tokens), 0)
-        found = np.where(real, out.logprobs[rows, columns], 0)
-        errors[name] = harness.check(name, found, wanted, limit=LIMITS[dtype])
-        if not case.driven and dtype == "float32":
-            same = np.asarray(out.tokens == outputs["plain conventional"].tokens)
+        program = scoring(case, tokens)
+        wanted = np.where(real, compiled[program.key](program.leaves), 0)
+        found = np.where(real, np.asarray(out.logprobs)[rows, columns], 0)
+        errors[name] = harness.check(name, found, wanted, limit=LIMITS[case.dtype])
+        if not case.driven and case.dtype == "float32":
+            same = every == np.asarray(outputs["plain conventional"].tokens)
             if not same.all():
                 raise harness.WrongResult(f"{name}: {same.sum()} of {same.size} tokens the same")
     return errors
 
 
+def run_once(
+    programs: Mapping[str, Program], compiled: Mapping[Hashable, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """The output of each scheme, and the schemes that the device's memory is too small for."""
+    outputs, too_large = {}, []
+    for name, program in programs.items():
+        ready = compiled[program.key]
+        if isinstance(ready, jax.errors.JaxRuntimeError):
+            too_large.append(name)
+            continue
+        try:
+            outputs[name] = jax.block_until_ready(ready(program.leaves))
+        except jax.errors.JaxRuntimeError as error:
+            if not harness.does_not_fit(error):
+                raise
+            too_large.append(name)
+    return outputs, too_large
+
+
 def measure(
-    case: Case, args: argparse.Namespace, dtype: str, rate: float | None, tick: Callable[[], None]
-) -> list[harness.Row]:
-    """Time the four schemes; microseconds are those of one token of every row."""
+    case: Case, compiled: Mapping[Hashable, Any], args: argparse.Namespace
+) -> tuple[list[harness.Row], list[str]]:
+    """Time the schemes; microseconds are those of one token of every row.
+
+    Returns:
+      A row for each but the baseline, and the schemes that do not fit in memory. Without the
+      baseline there are no rows.
+    """
     batch = case.prompt.shape[0]
-    schemes = runs(case, args.passes)
-    outputs = {name: jax.block_until_ready(run()) for name, run in schemes.items()}
-    errors = check(case, outputs, dtype)
+    programs = schemes(case, args.passes)
+    outputs, too_large = run_once(programs, compiled)
+    if "plain conventional" not in outputs:
+        return [], too_large
+    errors = check(case, outputs, compiled)
     emitted = {name: int(np.sum(out.lengths)) for name, out in outputs.items()}
-    contenders = {
-        name: harness.Contender(lambda _, run=run: run(), calls=emitted[name] / batch)
-        for name, run in schemes.items()
-    }
-    timings = harness.time_in_turns(contenders, repeats=args.repeats, tick=tick)
+
+    def contender(name: str) -> harness.Contender:
+        program = programs[name]
+        ready = compiled[program.key]
+        return harness.Contender(lambda _: ready(program.leaves), calls=emitted[name] / batch)
+
+    contenders = {name: contender(name) for name in outputs}
+    timings = harness.time_in_turns(contenders, repeats=args.repeats)
     baseline = timings["plain conventional"]
     rows = []
-    for name in schemes:
+    for name, out in outputs.items():
         if name == "plain conventional":
             continue
+        speculates = name.endswith("speculation")
         extra: dict[str, Any] = {
             "tokens_per_second": batch * 1e6 / timings[name].us,
             "baseline_tokens_per_second": batch * 1e6 / baseline.us,
-            "rate": rate,
+            "rate": case.rate,
+            "program_bytes": harness.program_bytes(compiled[programs[name].key]),
+            "does_not_fit": too_large,
         }
-        if name.endswith("speculation"):
-            out = outputs[name]
-            extra["accepted"] = float(np.sum(out.accepted) / max(int(np.sum(out.proposed)), 1))
-            extra["tokens_per_pass"] = float(
-                np.sum(out.lengths) / np.sum(np.asarray(out.lengths) - np.asarray(out.accepted))
-            )
+        if speculates:
+            lengths, accepted = np.asarray(out.lengths), np.asarray(out.accepted)
+            extra["accepted"] = float(accepted.sum() / max(int(np.sum(out.proposed)), 1))
+            extra["tokens_per_pass"] = float(lengths.sum() / (lengths - accepted).sum())
         if name == "replay speculation":
-            extra["speedup_over_plain_replay"] = timings["plain replay"].us / timings[name].us
-            extra["speedup_over_snapshots"] = timings["snapshot speculation"].us / timings[name].us
+            for other in ("plain replay", "snapshot speculation"):
+                if other in timings:
+                    extra[OVER[other]] = timings[other].us / timings[name].us
         rows.append(
             harness.row(
                 timings[name],
@@ -246,7 +334,7 @@ def measure(
                 case=case.name,
                 family=case.family,
                 batch=batch,
-                tokens=case.tokens if name.endswith("speculation") else 1,
+                tokens=case.tokens if speculates else 1,
                 read_dtype=None,
                 implementation=name,
                 fraction_of_read_bandwidth=None,
@@ -254,81 +342,141 @@ def measure(
                 extra=extra,
             )
         )
-    return rows
+    return rows, too_large
 
 
-def random_cases(args: argparse.Namespace) -> Iterator[tuple[Callable[[], Case], str, float]]:
-    """Cases of models with random weights, each made when it is its turn."""
-    for name in args.model:
-        if name == "trained":
-            continue
-        config = models.cut(models.MODELS[name], args.layers)
-        config = dataclasses.replace(config, replay_window=args.window)
-        model = models.make_model(config, models.DTYPES[args.dtype])
-        vocab = config.vocab_size
-        for batch in args.batch:
-            prompt = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, vocab)
-            for tokens in args.tokens:
-                for rate in args.rate:
-
-                    def make(
-                        name: str = name,
-                        model: HybridLM = model,
-                        prompt: jax.Array = prompt,
-                        tokens: int = tokens,
-                        rate: float = rate,
-                        vocab: int = vocab,
-                    ) -> Case:
-                        drafter = DrivenDrafter.draw(
-                            prompt.shape[0], args.passes, tokens - 1, rate=rate, vocab=vocab
-                        )
-                        return Case(
-                            f"{name}, {len(model.config.blocks)} layers, T={tokens}, "
-                            f"rate {rate:g}, {args.dtype}",
-                            model.config.mixer,
-                            model,
-                            models.with_room_for(model, tokens),
-                            prompt,
-                            drafter,
-                            tokens,
-                            driven=True,
-                        )
-
-                    yield make, args.dtype, rate
+def random_cases(name: str, args: argparse.Namespace) -> Iterator[Case]:
+    """Cases of one model with random weights; small batches first."""
+    config = models.cut(models.MODELS[name], args.layers)
+    config = dataclasses.replace(config, replay_window=args.window)
+    model = models.make_model(config, models.DTYPES[args.dtype])
+    wide = {tokens: models.with_room_for(model, tokens) for tokens in args.tokens}
+    vocab = config.vocab_size
+    for batch in sorted(args.batch):
+        prompt = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, vocab)
+        for tokens, rate in itertools.product(args.tokens, args.rate):
+            yield Case(
+                f"{name}, {len(config.blocks)} layers, T={tokens}, rate {rate:g}, {args.dtype}",
+                config.mixer,
+                model,
+                wide[tokens],
+                prompt,
+                DrivenDrafter.draw(batch, args.passes, tokens - 1, rate=rate, vocab=vocab),
+                tokens,
+                args.dtype,
+                rate,
+            )
 
 
-def trained_cases(args: argparse.Namespace) -> Iterator[tuple[Callable[[], Case], str, None]]:
-    """The shipped models on held-out text, drafted for by n-grams and by heads where there are."""
-    if "trained" not in args.model:
-        return
+def trained_cases(family: str, args: argparse.Namespace) -> Iterator[Case]:
+    """A shipped model on held-out text, drafted for by n-grams and by heads where there are."""
     sys.path.append(str(EXAMPLES))
     from decode_text import WEIGHTS, held_out_prompts
     from train_mtp_heads import heads_path, load_heads
     from weights_io import load_weights
 
-    for family in args.family:
-        model = load_weights(WEIGHTS / f"{family}.safetensors")[0]
-        heads = load_heads(heads_path(family)) if heads_path(family).exists() else None
-        for batch in args.batch:
-            texts = [prompt.text for prompt in held_out_prompts(batch, args.prompt_bytes)]
-            prompt = jnp.asarray(np.stack([np.frombuffer(t, np.uint8) for t in texts]), jnp.int32)
-            for tokens in args.tokens:
-                wide = models.with_room_for(model, tokens)
-                drafters: dict[str, Any] = {"n-grams": NGramDrafter(tokens - 1)}
-                if heads is not None:
-                    drafters["heads"] = MTPDrafter(heads, wide, tokens - 1)
-                for name, drafter in drafters.items():
-                    case = Case(
-                        f"trained {family}, {name}, T={tokens}, float32",
-                        family,
-                        model,
-                        wide,
-                        prompt,
-                        drafter,
-                        tokens,
-                        driven=False,
-                    )
-                    yield (lambda case=case: case), "float32", None
+    model = load_weights(WEIGHTS / f"{family}.safetensors")[0]
+    heads = load_heads(heads_path(family)) if heads_path(family).exists() else None
+    wide = {tokens: models.with_room_for(model, tokens) for tokens in args.tokens}
+    for batch in sorted(args.batch):
+        texts = [prompt.text for prompt in held_out_prompts(batch, args.prompt_bytes)]
+        prompt = jnp.asarray(np.stack([np.frombuffer(t, np.uint8) for t in texts]), jnp.int32)
+        for tokens in args.tokens:
+            drafters: dict[str, Any] = {"n-grams": NGramDrafter(tokens - 1)}
+            if heads is not None:
+                drafters["heads"] = MTPDrafter(heads, wide[tokens], tokens - 1)
+            for name, drafter in drafters.items():
+                yield Case(
+                    f"trained {family}, {name}, T={tokens}, float32",
+                    family,
+                    model,
+                    wide[tokens],
+                    prompt,
+                    drafter,
+                    tokens,
+                    "float32",
+                    rate=None,
+                )
+
+
+def group_names(args: argparse.Namespace) -> list[str]:
+    """Names of the groups: cases with the same weights, which are made when it is their turn."""
+    trained = args.family if "trained" in args.model else ()
+    names = [name for name in args.model if name != "trained"]
+    return names + [f"trained {family}" for family in trained]
+
+
+class Found(NamedTuple):
+    """What one step of a group has to say."""
+
+    rows: Sequence[harness.Row] = ()
+    words: Sequence[str] = ()
+    refused: bool = False
+
+
+def steps(name: str, args: argparse.Namespace) -> Iterator[Found]:
+    """Compile everything of a group first, then measure case by case."""
+    begin = time.perf_counter()
+    trained = name.removeprefix("trained ")
+    cases = [*(random_cases(name, args) if trained == name else trained_cases(trained, args))]
+    compiled = compile_cases(cases, args)
+    yield Found(words=[f"{name}: {len(compiled)} programs in {time.perf_counter() - begin:.0f} s"])
+    begin = time.perf_counter()
+    for case in cases:
+        title = f"{case.name}, batch {case.prompt.shape[0]}"
+        try:
+            rows, too_large = measure(case, compiled, args)
+        except harness.WrongResult as error:
+            yield Found(words=[f"{title}: not reported: {error}"], refused=True)
+            continue
+        words = [f"{title}, {scheme}: does not fit" for scheme in too_large]
+        yield Found(rows, [*words, f"{title}: after {time.perf_counter() - begin:.0f} s"])
+
+
+def one_by_one(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
+    for name in names:
+        yield from steps(name, args)
+
+
+def side_by_side(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
+    """A process for each group: all compile at once, then they measure one after the other."""
+    # Each takes what it needs, and gives it back when it ends.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for name in names:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(theirs, name, args), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((name, ours, process))
+    failed = []
+    for name, ours, _ in workers:
+        try:
+            yield ours.recv()
+        except EOFError:
+            failed.append(name)
+    for name, ours, process in workers:
+        try:
+            if name not in failed:
+                ours.send("measure")
+                while (found := ours.recv()) is not None:
+                    yield found
+        except (EOFError, BrokenPipeError):
+            failed.append(name)
+        process.join()
+    for name in failed:
+        yield Found(words=[f"{name}: its process has failed"], refused=True)
+
+
+def serve(connection: Any, name: str, args: argparse.Namespace) -> None:
+    """Send the steps of a group, all but the first of them when it is asked for."""
+    work = steps(name, args)
+    connection.send(next(work))
+    connection.recv()
+    for found in work:
+        connection.send(found)
+    connection.send(None)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -348,8 +496,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=16, help="tokens of random models' prompts")
     parser.add_argument("--prompt-bytes", type=int, default=512, help="prompts of trained models")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each scheme")
+    parser.add_argument("--threads", type=int, default=8, help="programs compiled side by side")
+    parser.add_argument(
+        "--side-by-side", action="store_true", help="a process for each model, to compile sooner"
+    )
     parser.add_argument("--name", default="speculative", help="first part of the file's name")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
+    parser.add_argument("--add", action="store_true", help="keep the file's rows of other cases")
     args = parser.parse_args(argv)
     args.layers = args.layers or None
     if args.repeats < 2:
@@ -367,27 +520,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse(argv), Console()
-    options = {key: value for key, value in vars(args).items() if key != "out"}
+    harness.use_all_memory()
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
     rows: list[harness.Row] = []
     refused = False
     path = None
-    with harness.progress(console) as bar:
-        task = bar.add_task("", total=None)
-        for cases in (random_cases(args), trained_cases(args)):
-            for make, dtype, rate in cases:
-                case = make()
-                bar.update(task, description=f"{case.name}, batch {case.prompt.shape[0]}")
-                try:
-                    rows += measure(case, args, dtype, rate, lambda: bar.advance(task))
-                except harness.WrongResult as error:
-                    refused = True
-                    console.print(f"[bold red]{case.name}: not reported[/]: {error}")
-                except jax.errors.JaxRuntimeError as error:
-                    if "RESOURCE_EXHAUSTED" not in str(error):
-                        raise
-                    console.print(f"{case.name}, batch {case.prompt.shape[0]}: does not fit")
-                # Case by case, so that a run that is cut short leaves what it measured.
-                path = harness.save(args.name, rows, options, args.out)
+    names = group_names(args)
+    for found in (side_by_side if args.side_by_side else one_by_one)(names, args):
+        rows += found.rows
+        refused |= found.refused
+        for line in found.words:
+            console.print(line, highlight=False, soft_wrap=True)
+        # Case by case, so that a run that is cut short leaves what it measured.
+        path = harness.save(args.name, rows, options, args.out, add=args.add)
     console.print(harness.table("microseconds of one token of every row", rows))
     console.print(f"written to {path}")
     return int(refused)

@@ -39,14 +39,22 @@ def load(path: Path) -> Record:
 
 def is_fills(record: Record) -> bool:
     """Whether the record is of `kernels.py --fills`."""
-    return bool(record["rows"]) and all("fill" in row["extra"] for row in record["rows"])
+    return _all_rows(record, lambda extra: "fill" in extra)
 
 
 def is_kernels(record: Record) -> bool:
     """Whether the record is of whole windows of `kernels.py`, under any name."""
-    return bool(record["rows"]) and all(
-        "conventional_us" in row["extra"] and "window" in row["extra"] for row in record["rows"]
-    )
+    return _all_rows(record, lambda extra: "conventional_us" in extra and "window" in extra)
+
+
+def is_speculative(record: Record) -> bool:
+    """Whether the record is of `speculative.py`, under any name."""
+    return _all_rows(record, lambda extra: "baseline_tokens_per_second" in extra)
+
+
+def _all_rows(record: Record, test: Callable[[Mapping[str, Any]], bool]) -> bool:
+    rows = record.get("rows", [])
+    return bool(rows) and all(test(row.get("extra", {})) for row in rows)
 
 
 def label(row: Mapping[str, Any]) -> str:
@@ -189,15 +197,110 @@ def peers_table(record: Record) -> str:
     )
 
 
+def speculative(record: Record) -> dict[tuple[str, int], dict[str, Mapping[str, Any]]]:
+    """Rows of `speculative.py` by (case, batch) and by scheme."""
+    grouped: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        grouped.setdefault((row["case"], row["batch"]), {})[row["implementation"]] = row
+    return grouped
+
+
+def speculative_table(record: Record) -> str:
+    """Tokens per second of each scheme, and what replay speculation gains over the others."""
+    head = ["tokens per second", "batch", "plain", "plain replay", "speculation with snapshots"]
+    head += ["speculation by replay", "tokens a pass", "over plain", "over snapshots"]
+
+    def speed(case: Mapping[str, Any], name: str) -> str:
+        if name in case:
+            return f"{case[name]['extra']['tokens_per_second']:,.0f}"
+        left_out = {name for row in case.values() for name in row["extra"]["does_not_fit"]}
+        return "does not fit" if name in left_out else ""
+
+    def cells(name: str, batch: int, case: Mapping[str, Any]) -> list[str]:
+        plain = next(iter(case.values()))["extra"]["baseline_tokens_per_second"]
+        line = [name, str(batch), f"{plain:,.0f}", speed(case, "plain replay")]
+        line += [speed(case, "snapshot speculation"), speed(case, "replay speculation")]
+        found = case.get("replay speculation")
+        if found is None:
+            return [*line, "", "", ""]
+        over = found["extra"].get("speedup_over_snapshots")
+        passes = f"{found['extra']['tokens_per_pass']:.2f}"
+        over = "" if over is None else f"{over:.2f}x"
+        return [*line, passes, f"{found['speedup']:.2f}x", over]
+
+    return markdown(head, (cells(*key, case) for key, case in speculative(record).items()))
+
+
+def memory_table(record: Record) -> str:
+    """MB that a sequence holds by scheme, and how many fit beside the weights, from `memory.py`."""
+    head = ["MB of one sequence", "T", "one state", "snapshots", "replay", "of it ring"]
+    head += ["fit: snapshots", "fit: replay", ""]
+    found = {(row["model"], row["scheme"], row["tokens"]): row for row in record["rows"]}
+    lines = []
+    for (model, scheme, tokens), replay in found.items():
+        if scheme != "replay" or tokens == 1:
+            continue
+        snapshots = found[model, "snapshots", tokens]
+        held = [
+            found[model, "conventional", 1]["held"]["state"],
+            snapshots["held"]["state"],
+            replay["held"]["state"] + replay["held"]["ring"],
+        ]
+        fit = [row["largest_batch"] for row in (snapshots, replay)]
+        lines.append(
+            [
+                f"{model} ({FAMILIES[replay['family']]})",
+                str(tokens),
+                *(f"{one / 1e6:.1f}" for one in held),
+                f"{replay['held']['ring'] / replay['held']['state']:.0%}",
+                *(f"{one:,}" for one in fit),
+                f"{fit[1] / fit[0]:.2f}x",
+            ]
+        )
+    return markdown(head, lines)
+
+
+def largest_batch_table(record: Record) -> str:
+    """The largest batch of each scheme that ran on the device, from `largest_batch.py`."""
+    head = ["largest batch that ran", "T", "scheme", "MB of one sequence", "on the device"]
+    head += ["batch", "over snapshots", "GB in all", "us of a pass"]
+    ran = [row for row in record["rows"] if row["us"] is not None]
+    snapshots = {
+        (row["model"], row["tokens"]): row["batch"] for row in ran if row["scheme"] == "snapshots"
+    }
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        other = snapshots.get((row["model"], row["tokens"]))
+        measured = row["measured"]
+        return [
+            f"{row['model']} ({FAMILIES[row['family']]})",
+            str(row["tokens"]),
+            row["scheme"],
+            f"{row['counted'] / 1e6:.1f}",
+            "" if measured is None else f"{measured / 1e6:.1f}",
+            f"{row['batch']:,}",
+            "" if other is None or row["scheme"] == "snapshots" else f"{row['batch'] / other:.2f}x",
+            f"{row['program_bytes'] / 1e9:.0f}",
+            f"{row['us']:,.0f}",
+        ]
+
+    return markdown(head, map(cells, ran))
+
+
 TABLES: dict[str, Callable[[Record], str]] = {
     "kernels": kernel_table,
     "window": window_table,
     "sharded": sharded_table,
     "sharded-summary": sharded_summary,
     "peers": peers_table,
+    "speculative": speculative_table,
+    "memory": memory_table,
+    "largest-batch": largest_batch_table,
 }
 # What the pictures of a results file show, for those who cannot see them.
 PICTURES = {
+    "speculative-picture": "Over the batch: tokens per second of speculation by replay, in times "
+    "of plain conventional decoding and of speculation with snapshots",
     "kernels-picture": "Over the batch: speed-up of a replay step over the conventional one, and "
     "the fraction of the read bandwidth that it reaches",
     "window-picture": "Time of a step at each fill of the window: rows that flush together, "

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, copy_rows, load, operand_rows, store
+from pallas_kernels.layouts import broadcast, copy_rows, load, operand_rows, store, zeros
 from pallas_kernels.problem import BLOCK, TILE, blocks
 from pallas_kernels.products import ACC, LHS, RHS, split, term_pairs
 from pallas_kernels.program import F32
@@ -25,11 +25,6 @@ from pallas_kernels.solve import Solve
 
 class Fold(Solve):
     """The part of a step's program that folds; what reads a tile is the step's."""
-
-    @property
-    def weighs_records(self) -> bool:
-        """Whether records have a weight for each head."""
-        return not (self.p.channel and self.p.delta)
 
     def column(self, c: int, layout: Any) -> jax.Array:
         """Column c as the window's end sees it, [N]."""
@@ -47,6 +42,9 @@ class Fold(Solve):
         """Fold the window into the state, tile by tile, and read the columns in the same pass."""
         p, sm, stages = self.p, self.sm, self.c.stages
         operand = operand_rows()
+        if sm.row_total is not None:
+            total = self.over_rows(self.load_heads(sm.total))
+            store(sm.row_total, zeros(self.shape, self.layout) + total)
         self.make_fold_keys(operand)
         plgpu.commit_smem()
 
@@ -150,7 +148,7 @@ class Fold(Solve):
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
         records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
-        if self.weighs_records:
+        if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
 

@@ -34,8 +34,10 @@ from pallas_kernels.layouts import (
     copy_rows,
     is_replicated,
     load,
+    spread,
     state_rows,
     store,
+    token_rows,
     zeros,
 )
 from pallas_kernels.problem import (
@@ -51,8 +53,11 @@ from pallas_kernels.problem import (
 from pallas_kernels.products import (
     ACC,
     LHS,
+    SUMS,
     multiply,
+    multiply_rows,
     operand_layouts,
+    rows_layout,
     split,
     term_pairs,
     terms,
@@ -114,6 +119,7 @@ class Step(Fold):
     ):
         super().__init__(problem, config, mode, state, copy, scratch)
         self.ring, self.rows, self.inputs, self.output = ring, rows, inputs, output
+        self.gates = spread(*((8, config.heads) if config.heads > 1 else (8,)), vector=1)
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
@@ -198,39 +204,77 @@ class Step(Fold):
         """Weights of the records, decay of the checkpoint, and the gates of the new tokens.
 
         The weight of a record is its decay to the window's end times its beta. All loads come
-        first, so that they wait for device memory once.
+        first, so that they wait for device memory once. Threads share the records; a barrier comes
+        between a log-decay and its use by others.
         """
         p, sm, b = self.p, self.sm, self.b
-        tokens, order = range(p.num_tokens), range(p.window - 1, -1, -1)
-        decays = betas = None
+        tokens = range(p.num_tokens)
+        new_gates = []
         if p.num_tokens:
             *_, g, beta = self.inputs
-            new_betas = [self.load_gate(beta, b, t) for t in tokens]
-            new_decays = [] if p.channel else [self.load_gate(g, b, t) for t in tokens]
+            new_gates = [(1, t, self.load_gate(beta, b, t)) for t in tokens]
+            if not p.channel:
+                new_gates += [(0, t, self.load_gate(g, b, t)) for t in tokens]
+        betas = {} if p.delta else self.gates_of_window(self.ring.beta)
+        decays = {} if p.channel else self.gates_of_window(self.ring.log_decay)
+        for kind, t, value in new_gates:
+            self.store_heads(value, sm.new_gate, kind, t)
+        since = {}
         if not p.channel:
-            decays = {j: self.load_gate(self.ring.log_decay, b, self.slot(j)) for j in order}
-        if not p.delta:
-            betas = {j: self.load_gate(self.ring.beta, b, self.slot(j)) for j in order}
-        if p.num_tokens:
-            for t, value in enumerate(new_betas):
-                self.store_heads(value, sm.new_gate, 1, t)
-            for t, value in enumerate(new_decays):
-                self.store_heads(value, sm.new_gate, 0, t)
-        since = self.constant(0.0) + self.outrun
-        for j in order:
-            weight = self.constant(1.0)
-            if decays is not None:
-                weight = jnp.exp(since)
-                since = since + jnp.where(j < self.length, decays[j], 0.0)
-            if betas is not None:
-                weight = weight * betas[j]
-            if self.weighs_records:
-                self.store_heads(weight, sm.weight, j)
-        if decays is not None:
-            total = jnp.exp(since)
-            self.store_heads(total, sm.total)
-            if self.mode.fold:
-                store(sm.row_total, zeros(self.shape, self.layout) + self.over_rows(total))
+            for first, value in decays.items():
+                store(self.gate_rows(sm.decay, first), value)
+            plgpu.commit_smem()
+            since = self.decay_to_end(list(decays))
+        for first in decays or betas:
+            weight = jnp.exp(since[first]) if since else betas[first]
+            if since and betas:
+                weight = weight * betas[first]
+            if sm.weight is not None:
+                store(self.gate_rows(sm.weight, first), weight)
+
+    def gates_of_window(self, ref: Any) -> dict[int, jax.Array]:
+        """A gate [B, R, H] of the window's records, eight at a time, [8, heads]; dead ones zero."""
+        heads = self.head if self.c.heads == 1 else pl.ds(self.head, self.c.heads)
+        found = {}
+        for first in range(0, self.p.window, 8):
+            value = load(ref.at[self.b, pl.ds(self.slot(first), 8), heads], self.gates)
+            index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=self.gates)
+            found[first] = jnp.where(index + first < self.length, value, 0.0)
+        return found
+
+    def gate_rows(self, ref: Any, first: int) -> Any:
+        """Eight records' values for each head of a shared array [W, heads]."""
+        here = pl.ds(first, 8)
+        return ref.at[here, 0] if self.c.heads == 1 else ref.at[here]
+
+    def decay_to_end(self, chunks: list[int]) -> dict[int, jax.Array]:
+        """Log-decay from each record to the window's end; stores the decay of the checkpoint."""
+        shape = (8, self.c.heads) if self.c.heads > 1 else (8,)
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.gates)
+        since = {first: zeros(shape, self.gates) + self.outrun for first in chunks}
+        total = self.gate_at(None) + self.outrun
+        for i in range(self.p.window - 1, -1, -1):
+            decay = self.gate_at(self.sm.decay, i)
+            total = total + decay
+            if self.c.heads > 1:
+                decay = broadcast(decay, shape, (1,), self.gates)
+            for first in chunks:
+                if first + 8 <= i:
+                    since[first] = since[first] + decay
+                elif first < i:
+                    since[first] = since[first] + jnp.where(index + first < i, decay, 0.0)
+        if self.c.heads == 1:
+            self.sm.total[0] = jnp.exp(total)
+        else:
+            store(self.sm.total, jnp.exp(total))
+        return since
+
+    def gate_at(self, ref: Any, *index: Any) -> jax.Array:
+        """ref[index] of a shared array [..., heads], for threads that share gates; None is zero."""
+        if self.c.heads == 1:
+            return jnp.float32(0) if ref is None else ref[(*index, 0)]
+        layout = self.gates.reduce(0)
+        return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
@@ -249,7 +293,7 @@ class Step(Fold):
         store(sm.total, jnp.exp(since))
 
     def make_columns(self) -> None:
-        """q and k of the new tokens in float32, by channel times their decay since the window.
+        """By channel: q and k of the new tokens times their decay since the window, in float32.
 
         For several tokens also as operands of tensor-core products with the state, which by channel
         is yet to decay over the window, unless that was folded.
@@ -266,7 +310,7 @@ class Step(Fold):
                 value = load(self.raw_column(c), self.channels).astype(F32)
                 if since is not None:
                     value = value * jnp.exp(since)
-                store(sm.column.at[c], value)
+                    store(sm.column.at[c], value)
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
@@ -301,8 +345,7 @@ class Step(Fold):
         state = terms(load(ref, lhs, optimized=narrow), p.read_terms)
         # Sums of their own, as each product of a sum waits for the one before.
         sums = [zeros((TILE, p.padded_columns), ACC)] * 3
-        columns = sm.operand.at[:, :, pl.ds(0, p.key_dim)]
-        factors = [load(columns.at[b].transpose((1, 0)), rhs) for b in range(p.key_terms)]
+        factors = [load(self.operand(b), rhs) for b in range(p.key_terms)]
         for a, b in term_pairs(p.key_terms, p.read_terms):
             n = a if p.read_dtype is None else a + b
             sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
@@ -358,47 +401,105 @@ class Step(Fold):
                 def _() -> None:
                     plgpu.copy_gmem_to_smem(tile_at(i + stages), tiles.at[slot], arrived.at[slot])
 
-    def score_window(self) -> None:
-        """<k_j, r> of the window's keys and each column."""
-        p, sm = self.p, self.sm
-        for first in blocks(p.padded_window):
-            here = pl.ds(first, BLOCK)
-            keys = load((sm.gate if p.channel else sm.key).at[here], self.block).astype(F32)
-            for c in range(p.num_columns):
-                self.score(c, here, keys, self.column(c, self.block.reduce(0)))
+    def score_keys(self, window: bool) -> None:
+        """<k, r> of the window's keys, if asked for, and of the new ones, with each column.
 
-    def score(self, c: int, here: Any, keys: jax.Array, column: jax.Array) -> None:
-        """<k, r> of 16 keys and column c."""
-        column = broadcast(column, (BLOCK, self.p.key_dim), (1,), self.block)
-        store(self.sm.score.at[c, here], jnp.sum(keys * column, axis=1))
-
-    def score_new(self) -> None:
-        """<k_i, r> of the new keys and each column, decayed from one to the other by channel."""
+        By channel new keys are decayed to the column's token, a key at a time.
+        """
         p, sm = self.p, self.sm
-        here = pl.ds(p.padded_window, BLOCK)
-        if not p.channel or p.num_tokens == 1:
-            if p.num_tokens == 1:
-                key = load(sm.k.at[0], self.block.reduce(0))
-                keys = broadcast(key, (BLOCK, p.key_dim), (1,), self.block).astype(F32)
-            else:
-                keys = load(sm.k, self.block).astype(F32)
-            for c in range(p.num_columns):
-                column = self.raw_column(c) if p.channel or sm.column is None else sm.column.at[c]
-                self.score(c, here, keys, load(column, self.block.reduce(0)).astype(F32))
-            return
-        for t in range(p.num_tokens):
-            since = zeros((p.key_dim,), self.channels)
-            for i in range(t, -1, -1):
-                key = load(sm.k.at[i], self.channels).astype(F32)
-                store(sm.pair.at[i], key * jnp.exp(since))
-                since = since + load(sm.g.at[i], self.channels)
-            plgpu.commit_smem()
-            keys = load(sm.pair, self.block)
-            for c in self.columns_of(t):
-                self.score(
-                    c, here, keys, load(self.raw_column(c), self.block.reduce(0)).astype(F32)
+        firsts = list(blocks(p.padded_window)) if window else []
+        if p.channel and p.num_tokens > 1:
+            self.score_new_by_channel()
+        else:
+            firsts.append(p.padded_window)
+        if sm.operand is not None and p.key_terms == 1:
+            return self.multiply_keys(firsts)
+        keys = {}
+        for first in firsts:
+            if first < p.padded_window:
+                of_block = load(
+                    (sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], self.block
                 )
-            plgpu.commit_smem()  # all threads have read the keys
+            elif p.num_tokens > 1:
+                of_block = load(sm.k, self.block)
+            else:
+                of_block = load(sm.k.at[0], self.block.reduce(0))
+                of_block = broadcast(of_block, (BLOCK, p.key_dim), (1,), self.block)
+            keys[first] = of_block.astype(F32)
+        for c in range(p.num_columns):
+            for first, of_block in keys.items():
+                is_new = first == p.padded_window
+                ref = self.raw_column(c) if is_new or not p.channel else sm.column.at[c]
+                column = load(ref, self.block.reduce(0)).astype(F32)
+                column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
+                self.store_scores(jnp.sum(of_block * column, axis=1), first, self.score_at(c))
+
+    def multiply_keys(self, firsts: list[int]) -> None:
+        """The same on tensor cores, for bf16 keys and columns: their products are exact."""
+        p, sm = self.p, self.sm
+        factor = load(self.operand(0), operand_layouts(p.key_dim)[1])
+        for first in firsts:
+            ref = sm.k if first == p.padded_window else sm.key.at[pl.ds(first, BLOCK)]
+            keys = load(ref, rows_layout(p.key_dim))
+            scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
+            self.store_scores(scores, first, pl.ds(0, p.padded_columns))
+
+    def operand(self, term: int) -> Any:
+        """A bf16 term of the columns in shared memory, [N, columns]."""
+        return self.sm.operand.at[term, :, pl.ds(0, self.p.key_dim)].transpose((1, 0))
+
+    def store_scores(self, scores: jax.Array, first: int, columns: Any) -> None:
+        """Store scores of 16 keys from `first` on; of dead ones of the window zero."""
+        if first < self.p.padded_window:
+            layout = SUMS if scores.ndim == 2 else self.block.reduce(1)
+            scores = self.mask_dead(scores, first, layout)
+        store(self.sm.score.at[pl.ds(first, BLOCK), columns], scores)
+
+    def score_at(self, c: int) -> int:
+        """Where the scores of column c are."""
+        if not self.p.channel:
+            return c
+        tokens = self.p.num_tokens
+        return c // tokens * self.p.token_rows + c % tokens
+
+    def score_new_by_channel(self) -> None:
+        """The same by channel: key by key, for all later tokens at once, over whose rows lie warps.
+
+        Sums of log-decays grow from a key to each token, so that small ones are not lost.
+        """
+        p, sm = self.p, self.sm
+        layout, shape = token_rows(p.key_dim), (p.token_rows, p.key_dim)
+        columns = [load(ref, layout).astype(F32) for ref in ((sm.q, sm.k) if p.delta else (sm.q,))]
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        since = zeros(shape, layout)
+        for i in range(p.num_tokens - 1, -1, -1):
+            key = load(sm.k.at[i], layout.reduce(0)).astype(F32)
+            decayed = broadcast(key, shape, (1,), layout) * jnp.exp(since)
+            for kind, column in enumerate(columns):
+                scores = jnp.sum(column * decayed, axis=1)
+                here = pl.ds(kind * p.token_rows, p.token_rows)
+                store(sm.score.at[p.padded_window + i, here], scores)
+            if i:
+                decay = load(sm.g.at[i], layout.reduce(0))
+                decay = broadcast(decay, shape, (1,), layout)
+                since = since + jnp.where(index >= i, decay, 0.0)
+
+    def decay_between(self) -> None:
+        """Scalar decay: from each new token i to each t, and (first) from the window's end to t."""
+        p, sm = self.p, self.sm
+        heads = self.c.heads
+        shape = (p.num_tokens, heads) if heads > 1 else (p.num_tokens,)
+        layout = spread(*shape, vector=1)
+        index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        since = zeros(shape, layout)
+        for i in range(p.num_tokens - 1, -1, -1):
+            if heads == 1:
+                decay = sm.new_gate[0, i, 0]
+            else:
+                decay = load(sm.new_gate.at[0, i], layout.reduce(0))
+                decay = broadcast(decay, shape, (1,), layout)
+            since = since + jnp.where(index >= i, decay, 0.0)
+            store(sm.apart.at[i] if heads > 1 else sm.apart.at[i, :, 0], jnp.exp(since))
 
     def replay(self) -> list[jax.Array]:
         """Sum over the window's records of score times weighted record, for each column."""
@@ -409,10 +510,10 @@ class Step(Fold):
                 j = chunk * CHUNK + i
                 live = j < self.length
                 record = load(sm.record.at[j], self.layout).astype(F32)
-                if self.weighs_records:
-                    record = record * self.over_rows(self.load_heads(sm.weight, j))
                 record = jnp.where(live, record, 0.0)
-                scores = [jnp.where(live, sm.score[c, j], 0.0) for c in range(p.num_columns)]
+                if sm.weight is not None:
+                    record = record * self.over_rows(self.load_heads(sm.weight, j))
+                scores = [sm.score[j, self.score_at(c)] for c in range(p.num_columns)]
                 sums = tuple(s + record * x for s, x in zip(sums, scores, strict=True))
             return sums
 
@@ -430,45 +531,38 @@ class Step(Fold):
                 total = self.over_rows(self.load_heads(sm.total))
                 reads = [read * total for read in reads]
             reads = [a + b for a, b in zip(reads, self.replay(), strict=True)]
-        since = self.constant(0.0)
         updates: list[jax.Array] = []
         for t in range(tokens):
             beta = self.over_rows(self.load_heads(sm.new_gate, 1, t))
             value = load(sm.v.at[t], self.layout).astype(F32)
             query, *key = (reads[c] for c in self.columns_of(t))
             if not p.channel:
-                since = since + self.load_heads(sm.new_gate, 0, t)
-                decay = self.over_rows(jnp.exp(since))
+                decay = self.over_rows(self.decay_since(0, t))
                 query, key = query * decay, [k * decay for k in key]
-            between = self.decays_to(t)
+            between = {} if p.channel else {i: self.decay_since(i + 1, t) for i in range(t)}
+
+            def pair(c: int, i: int, between: dict[int, jax.Array] = between) -> jax.Array:
+                score = sm.score[p.padded_window + i, self.score_at(c)]
+                return self.over_rows(between[i] * score) if i in between else score
+
             if p.delta:
                 value = value - key[0]
                 for i in range(t):
-                    value = value - updates[i] * self.pair_score(tokens + t, i, between)
+                    value = value - updates[i] * pair(tokens + t, i)
             updates.append(value * beta)
             for i in range(t + 1):
-                query = query + updates[i] * self.pair_score(t, i, between)
+                query = query + updates[i] * pair(t, i)
             if self.mode.masked:
                 query = jnp.where(t < self.num_new, query, 0.0)
             self.write_output(t, query)
             if self.mode.append:
                 self.append(t, folded, updates[t])
 
-    def decays_to(self, t: int) -> dict[int, jax.Array]:
-        """Scalar decay: decay from each new token i < t to t, for each row."""
-        if self.p.channel:
-            return {}
-        found = {}
-        since = self.constant(0.0)
-        for i in range(t - 1, -1, -1):
-            since = since + self.load_heads(self.sm.new_gate, 0, i + 1)
-            found[i] = self.over_rows(jnp.exp(since))
-        return found
-
-    def pair_score(self, c: int, i: int, between: dict[int, jax.Array]) -> jax.Array:
-        """Decayed score of column c and new key i."""
-        score = self.sm.score[c, self.p.padded_window + i]
-        return between[i] * score if i in between else score
+    def decay_since(self, first: int, t: int) -> jax.Array:
+        """Scalar decay by the new tokens from `first` to t, for each head."""
+        if self.p.num_tokens == 1:
+            return jnp.exp(self.load_heads(self.sm.new_gate, 0, 0))
+        return self.load_heads(self.sm.apart, first, t)
 
     def append(self, t: int, folded: bool, update: jax.Array) -> None:
         """Record new token t, with what the rule keeps of it, behind the committed ones."""
@@ -525,10 +619,12 @@ class Step(Fold):
             if p.solves_again:
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
-        if sm.column is not None:
-            if is_replicated(p.key_dim):
+        if sm.column is not None or sm.operand is not None:
+            if is_replicated(p.key_dim) or sm.apart is not None:
                 plgpu.commit_smem()
             self.make_columns()
+        if sm.apart is not None:
+            self.decay_between()
         plgpu.commit_smem()
 
         def with_fold() -> None:
@@ -543,13 +639,12 @@ class Step(Fold):
             self.read_state()
             if not p.channel:
                 self.wait_window()
-            self.score_window()
             after(folded=False)
 
         def after(folded: bool) -> None:
             if not p.num_tokens:
                 return
-            self.score_new()
+            self.score_keys(window=not folded)
             plgpu.commit_smem()
             self.finish(folded)
 
@@ -567,7 +662,7 @@ class Step(Fold):
 
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
-        self.prepare_solve(self.ring.log_decay, self.ring.beta)
+        self.prepare_solve(self.ring.beta)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""

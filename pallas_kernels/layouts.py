@@ -54,6 +54,14 @@ def record_rows(key_dim: int) -> Any:
     return tiled(((16, 8 * vector), (4, 8 * vector), (vector,)), (-5,), (-3, -2))
 
 
+def token_rows(key_dim: int) -> Any:
+    """[4 t, N] rows of tokens: a row lies in one warp."""
+    lanes = 32 if key_dim % 32 == 0 else 16
+    vector = next(v for v in (4, 2, 1) if key_dim % (lanes * v) == 0)
+    idle: tuple[Any, ...] = (fa.Replicated(2),) if lanes == 16 else ()
+    return tiled(((4, lanes * vector), (1, lanes * vector), (vector,)), (-5,), (*idle, -2))
+
+
 def operand_rows() -> Any:
     """[16, 16 n] operands of a tensor-core product; fits their 32-byte swizzle."""
     return tiled(((16, 16), (4, 16), (2,)), (-5,), (-3, -2))

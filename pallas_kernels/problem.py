@@ -70,6 +70,11 @@ class Problem:
         return round_up(self.window, BLOCK)
 
     @property
+    def token_rows(self) -> int:
+        """New tokens, one for each of four warps at a time."""
+        return round_up(self.num_tokens, 4) if self.num_tokens > 1 else 1
+
+    @property
     def padded_tokens(self) -> int:
         """New tokens in whole blocks."""
         return round_up(max(self.num_tokens, 1), BLOCK)
@@ -83,6 +88,13 @@ class Problem:
     def padded_columns(self) -> int:
         """Columns in whole tensor-core products."""
         return round_up(self.num_columns, 8)
+
+    @property
+    def score_columns(self) -> int:
+        """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
+        if self.num_tokens < 2:
+            return max(self.num_columns, 1)
+        return self.token_rows * (2 if self.delta else 1) if self.channel else self.padded_columns
 
     @property
     def key_terms(self) -> int:

@@ -25,6 +25,10 @@ ACC, LHS, RHS = as_argument(_MMA.acc), as_argument(_MMA.lhs), as_argument(_MMA.r
 # The same operands with eight neighbours of the contracted dimension in a lane, not two.
 _WIDE_LHS = tiled(((64, 32), (16, 32), (8, 32), (8,), (4,)), (-8,), (-4, -3))
 _WIDE_RHS = tiled(((32, 8), (8, 1)), (fa.Replicated(4),), (-3, -4), vector_dim=-2)
+# [16 m, k] operand and [16 m, 8 n] sum that every warp has for itself.
+_ROWS = tiled(((16, 32), (8, 32), (8,), (4,)), (fa.Replicated(4),), (-4, -3))
+_NARROW_ROWS = tiled(((16, 16), (16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
+SUMS = tiled(((16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
 
 
 def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
@@ -71,6 +75,11 @@ def operand_width(contracted: int) -> int:
     return contracted + (32 - contracted) % 64
 
 
+def rows_layout(contracted: int) -> Any:
+    """Layout of the operand [16, k] of `multiply_rows`."""
+    return _ROWS if contracted % 32 == 0 else _NARROW_ROWS
+
+
 def multiply(
     acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: bool, narrow: bool = False
 ) -> jax.Array:
@@ -81,33 +90,58 @@ def multiply(
     if interpret:  # it has no warp-level products
         return acc + lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
     if lhs.shape[1] % 32 == 0 and not narrow:
-        lhs, rhs = _narrow(lhs, _WIDE_LHS, LHS, _MMA.lhs), _narrow(rhs, _WIDE_RHS, RHS, _MMA.rhs)
+        lhs, rhs = _relabel(lhs, _WIDE_LHS, LHS), _relabel(rhs, _WIDE_RHS, RHS)
     return plgpu.mma(acc, lhs, rhs)
 
 
-def _narrow(x: jax.Array, wide: Any, narrow: Any, layout: fa.TiledLayout) -> jax.Array:
-    """An operand in the layout of `plgpu.mma`, its contracted dimension in another order.
+def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:
+    """lhs [16, k] @ rhs [k, n], float32 in `SUMS`, each warp for itself.
 
-    A sum may run in any order, the same for both operands: lane l of four holds positions 8 l to
-    8 l + 7 of 32. The first four of them are taken for those that mma has it hold in its first 16
-    positions (two neighbours in each half), the others for those in the next 16.
+    Operands bf16, in `rows_layout(k)` and as in `operand_layouts(k)`.
     """
-    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=narrow)
+    if interpret:
+        return lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
+    shape = 64, lhs.shape[1]
+    if lhs.shape[1] % 32 == 0:
+        lhs, rhs = _relabel(lhs, _ROWS, LHS, shape), _relabel(rhs, _WIDE_RHS, RHS)
+    else:
+        lhs = _relabel(lhs, _NARROW_ROWS, LHS, shape)
+    acc = plgpu.layout_cast(jnp.zeros((64, rhs.shape[1]), jnp.float32), ACC)
+    return _relabel(plgpu.mma(acc, lhs, rhs), ACC, SUMS, (16, rhs.shape[1]))
 
-    @plgpu.inline_mgpu(arg_types=(wide,), return_type=out)
+
+def _relabel(
+    x: jax.Array, layout: Any, new: Any, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Take what the threads hold of an array in `layout` for another one in layout `new`.
+
+    Of operands whose lanes hold more neighbours of the contracted dimension than `plgpu.mma` wants,
+    that changes the order of this dimension: lane l of four holds positions 8 l to 8 l + 7 of 32.
+    The first four of them are taken for those that mma has it hold in its first 16 positions (two
+    neighbours in each half), the others for those in the next 16. A sum may run in any order, the
+    same for both operands. Sixteen rows that every warp has are taken for the rows of each of them.
+    """
+    shape = x.shape if shape is None else shape
+    registers_shape = new.to_mgpu().registers_shape(shape)
+    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=new)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
     def relabel(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
-        pairs: Any
+        registers: Any = x.registers
         parts: Any
-        if narrow is LHS:  # registers of four, by (m, k, half of the rows, half of the lane's)
-            parts = x.registers.reshape(x.shape[0] // 64, x.shape[1] // 32, 2, 2)
-            pairs = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
-            pairs = pairs.transpose(0, 1, 3, 4, 2)
-        else:  # registers of eight, by (k, n)
-            parts = x.registers.reshape(x.shape[0] // 32, x.shape[1] // 8)
-            pairs = np.stack([_cut(parts, i, i + 2) for i in (0, 2, 4, 6)], axis=-1)
-            pairs = pairs.reshape(*parts.shape, 2, 2).transpose(0, 2, 1, 3)
-        registers = pairs.reshape(layout.registers_shape(x.shape))
-        return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        if layout in (_WIDE_LHS, _ROWS):  # of four, by (m, k, half of the rows, half of the lane's)
+            parts = registers.reshape(shape[0] // 64, shape[1] // 32, 2, 2)
+            registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
+            registers = registers.transpose(0, 1, 3, 4, 2)
+        elif layout == _WIDE_RHS:  # of eight, by (k, n)
+            parts = registers.reshape(shape[0] // 32, shape[1] // 8)
+            registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2, 4, 6)], axis=-1)
+            registers = registers.reshape(*parts.shape, 2, 2).transpose(0, 2, 1, 3)
+        return fa.FragmentedArray(
+            _registers=registers.reshape(registers_shape),
+            _layout=new.to_mgpu(),
+            _is_signed=x.is_signed,
+        )
 
     return relabel(x)
 

@@ -26,14 +26,15 @@ class Scratch(NamedTuple):
     k: Any
     v: Any
     g: Any  # channel decay: new log-decays
-    column: Any  # channel decay or T > 1: q and k (times the decay since the window, by channel)
+    column: Any  # channel decay: q and k times their decay since the window
     operand: Any  # T > 1: bf16 terms of the columns as the state sees them
-    pair: Any  # channel decay: new keys decayed to one later token
+    apart: Any  # scalar decay, T > 1: decay by the new tokens from one to another
     total: Any  # decay of the checkpoint by the window, for each channel or head
     row_total: Any  # scalar decay: the same for each state row
+    decay: Any  # scalar decay: log-decay of each record, for each head
     weight: Any  # scalar decay: decay (times beta) of each record
     new_gate: Any  # log-decay and beta of the new tokens, for each head
-    score: Any  # <k_j, r> for each column r, window and new records j
+    score: Any  # <k_j, r> for each q and each k, window and new records j
     read: Any  # S r for each column r; T > 1: for each row
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
@@ -83,7 +84,8 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     sm, bf16 = plgpu.SMEM, jnp.bfloat16
     rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
     window, n = p.padded_window, p.key_dim
-    new = p.padded_tokens if p.num_tokens > 1 else 1
+    several = p.num_tokens > 1
+    new = p.padded_tokens if several and not p.channel else p.token_rows
     tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
     channel = p.channel
@@ -117,19 +119,20 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         key=None if shared else key,
         record=sm((window, *rows), p.record_dtype),
         gate=None if shared else gate,
-        q=sm((tokens, n), p.key_dtype),
+        q=sm((p.token_rows if channel and several else tokens, n), p.key_dtype),
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
-        column=sm((columns, n), F32) if channel or p.num_tokens > 1 else None,
-        operand=sm(operand, bf16) if p.num_tokens > 1 else None,
-        pair=sm((new, n), F32) if channel and p.num_tokens > 1 else None,
+        column=sm((columns, n), F32) if channel else None,
+        operand=sm(operand, bf16) if several else None,
+        apart=sm((tokens, tokens, *heads), F32) if several and not channel else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,
+        decay=None if channel else sm((window, *heads), F32),
         weight=None if p.delta and channel else sm((window, *heads), F32),
         new_gate=sm((2, tokens, *heads), F32),
-        score=sm((columns, window + p.padded_tokens), F32),
-        read=sm((*rows, p.padded_columns) if p.num_tokens > 1 else (columns, *rows), F32),
+        score=sm((window + p.padded_tokens, p.score_columns), F32),
+        read=sm((*rows, p.padded_columns) if several else (columns, *rows), F32),
         fold_record=fold_record,
         fold_key=None,
         shared=shared,

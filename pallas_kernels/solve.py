@@ -58,32 +58,28 @@ class Solve(Program):
         """Slot of record j of the window."""
         return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
 
-    def prepare_solve(self, log_decay: Any, beta: Any) -> None:
+    def prepare_solve(self, beta: Any) -> None:
         """What the systems of all state rows share, from the keys and gates of the window.
 
         Args:
-          log_decay: the ring's, [B, R, H] in device memory; by channel the window's are at hand.
-          beta: [B, R, H] in device memory.
+          beta: the ring's, [B, R, H] in device memory; all else of the window is at hand.
         """
-        self.load_gates(log_decay, beta)
+        self.load_gates(beta)
         self.make_solve_keys()
         plgpu.commit_smem()
         self.make_system()
         plgpu.commit_smem()  # all threads have read the window
 
-    def load_gates(self, log_decay: Any, beta: Any) -> None:
-        """Gates of the records, for each head; dead ones are identities."""
+    def load_gates(self, beta: Any) -> None:
+        """Gates of the records, for each head; dead records do not decay."""
         p, again = self.p, self.sm.again
         order = range(p.window)
         betas = [self.load_gate(beta, self.b, self.slot(j)) for j in order]
-        decays = []
-        if not p.channel:
-            decays = [self.load_gate(log_decay, self.b, self.slot(j)) for j in order]
         for j, value in enumerate(betas):
             self.store_heads(value, again.beta, j)
         since = self.constant(0.0)
-        for j, decay in enumerate(decays):
-            decay = jnp.where(j < self.length, decay, 0.0)
+        for j in order if not p.channel else ():
+            decay = self.load_heads(self.sm.decay, j)
             since = since + decay
             self.store_heads(jnp.exp(decay), again.decay, j)
             self.store_heads(jnp.exp(since), again.since, j)

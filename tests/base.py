@@ -24,6 +24,7 @@ from oracle import (
 import replayssm_jax as rs
 
 GATES = (0.0, -1e-4, -1.0, -8.0, -40.0, -200.0)
+UNEVEN = {"window": 13, "max_tokens": 5}  # of several tests, so that they share what is compiled
 
 
 @functools.cache
@@ -155,10 +156,10 @@ class CoreSuite:
             state = rs.commit(spec, state, size)
             outputs.append(output)
             position, turn = position + size, turn + 1
-        return jnp.concatenate(outputs, axis=1), state
+        return np.concatenate(outputs, axis=1), state
 
     def test_drafts_of_any_size(self, family, ragged):
-        spec = self.make_spec(family, window=16, max_tokens=5)
+        spec = self.make_spec(family, **UNEVEN)
         inputs = random_inputs(spec, 2, 60)
         expected, expected_state = reference(spec, inputs)
         state = rs.init_state(spec, 2, ragged=ragged)
@@ -190,7 +191,7 @@ class CoreSuite:
             outputs.append(output)
             state = self.jitted["flush"](spec, state, jnp.asarray(rng.random(3) < 0.2))
         expected, expected_state = reference(spec, inputs)
-        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(np.concatenate(outputs, axis=1), expected)
         assert_close(rs.materialize(spec, state), expected_state, name="state")
         assert_close(self.flush(spec, state).checkpoint, expected_state, name="checkpoint")
 
@@ -210,7 +211,7 @@ class CoreSuite:
                 output, state = rs.prefill(spec, state, chunk, chunk_size=chunk_size)
                 outputs.append(output)
         expected, expected_state = reference(spec, inputs)
-        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(np.concatenate(outputs, axis=1), expected)
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_resets_forget_everything_before(self, family):
@@ -244,19 +245,19 @@ class CoreSuite:
             begin = turn * max(accepted, 1)
             good = tokens(inputs, begin, begin + accepted)
             bad = tokens(wrong, 4 * turn + accepted, 4 * turn + 4)
-            draft = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), good, bad)
+            draft = jax.tree.map(lambda a, b: np.concatenate([a, b], axis=1), good, bad)
             output, state = self.jitted["verify"](spec, state, draft)
             state = rs.commit(spec, state, accepted)
-            outputs.append(output[:, :accepted])
+            outputs.append(np.asarray(output)[:, :accepted])
             if accepted == 0:
                 output, state = self.jitted["step"](spec, state, tokens(inputs, begin, begin + 1))
                 outputs.append(output)
         expected, expected_state = reference(spec, inputs)
-        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(np.concatenate(outputs, axis=1), expected)
         assert_close(rs.materialize(spec, state), expected_state, name="state")
 
     def test_dead_slots_may_hold_nan(self, family, ragged):
-        spec = self.make_spec(family, window=10, max_tokens=3)
+        spec = self.make_spec(family, **UNEVEN)
         inputs = random_inputs(spec, 2, 48)
         state = rs.init_state(spec, 2, ragged=ragged)
         outputs = []
@@ -266,7 +267,7 @@ class CoreSuite:
             state = rs.commit(spec, poison_dead_slots(spec, state), 3)
             outputs.append(output)
         expected, expected_state = reference(spec, inputs)
-        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(np.concatenate(outputs, axis=1), expected)
         state = poison_dead_slots(spec, state)
         assert_close(rs.materialize(spec, state), expected_state, name="state")
         assert_close(self.flush(spec, state).checkpoint, expected_state, name="checkpoint")
@@ -274,7 +275,7 @@ class CoreSuite:
     def test_rows_at_different_phases(self, family):
         """Rows with their own lengths and acceptances, 0 included, equal each row's own history."""
         spec = self.make_spec(family, window=9, max_tokens=4)
-        inputs = random_inputs(spec, 3, 60)
+        inputs = tokens(random_inputs(spec, 3, 60), 0, 60)
         state = rs.init_state(spec, 3, ragged=True)
         rng = np.random.default_rng(3)
         position = np.zeros(3, int)
@@ -284,18 +285,14 @@ class CoreSuite:
             accepted = rng.integers(0, lengths + 1)
             index = np.minimum(position[:, None] + np.arange(4), 59)[:, :, None]
             draft = jax.tree.map(
-                lambda x, index=index: jnp.stack(
+                lambda x, index=index: np.stack(
                     [row[i[:, 0]] for row, i in zip(x, index, strict=True)]
                 ),
                 inputs,
             )
             output, state = self.jitted["verify"](spec, state, draft, jnp.asarray(lengths))
-            chex.assert_trees_all_equal(
-                jnp.where(
-                    jnp.arange(4)[None, :, None, None] < lengths[:, None, None, None], 0, output
-                ),
-                jnp.zeros_like(output),
-            )
+            output = np.asarray(output)
+            assert not output[np.arange(4) >= lengths[:, None]].any()
             state = rs.commit(spec, state, jnp.asarray(accepted))
             for row in range(3):
                 outputs[row].append(output[row, : accepted[row]])
@@ -306,7 +303,7 @@ class CoreSuite:
         for row, end in enumerate(position):
             own = jax.tree.map(lambda x, row=row: x[row : row + 1], tokens(inputs, 0, int(end)))
             expected, expected_state = reference(spec, own)
-            assert_close(jnp.concatenate(outputs[row])[None], expected)
+            assert_close(np.concatenate(outputs[row])[None], expected)
             assert_close(states[row : row + 1], expected_state, name="state")
 
     # Storage
@@ -331,7 +328,7 @@ class CoreSuite:
 
     def test_flush_keeps_live_slots_and_repeats_bit_for_bit(self, family, ragged):
         """No flush or append touches a live slot, wrapped rings included; runs are identical."""
-        spec = self.make_spec(family, window=13, max_tokens=3)
+        spec = self.make_spec(family, **UNEVEN)
         inputs = random_inputs(spec, 2, 60)
         state = rs.init_state(spec, 2, ragged=ragged)
         for t in range(0, 60, 3):
@@ -381,7 +378,7 @@ class CoreSuite:
             one = jax.tree.map(lambda x: x.reshape(3, 2, *x.shape[1:]), tokens(inputs, t, t + 1))
             output, states = step(states, one)
             outputs.append(output.reshape(6, *output.shape[2:]))
-        assert_close(jnp.concatenate(outputs, axis=1), expected)
+        assert_close(np.concatenate(outputs, axis=1), expected)
 
     def test_nested_vmap_of_scan(self, family):
         """Rows of a nested vmap at phases of their own."""
@@ -408,7 +405,7 @@ class CoreSuite:
         assert_close(outputs.reshape(expected.shape), expected)
 
     def test_jit_equals_eager(self, family, ragged):
-        spec = self.make_spec(family, max_tokens=3)
+        spec = self.make_spec(family, **UNEVEN)
         inputs = random_inputs(spec, 2, 3)
         state = rs.init_state(spec, 2, ragged=ragged)
         chex.assert_trees_all_close(
@@ -417,7 +414,11 @@ class CoreSuite:
 
     # Loops without a flush predicate
 
-    @pytest.mark.parametrize("length", [3, 16, 41])
+    @pytest.mark.parametrize(
+        "ragged, length",
+        [(False, 3), (True, 16), (False, 41), (True, 41)],
+        ids=["scalar-3", "ragged-16", "scalar-41", "ragged-41"],
+    )
     def test_windowed_scan_equals_scan(self, family, ragged, length):
         spec = self.make_spec(family)
         inputs = random_inputs(spec, 2, 5 + length)

@@ -1,7 +1,14 @@
-"""Strict JAX settings for every test, and eight virtual devices where JAX runs on the CPU."""
+"""Strict JAX settings for every test, eight virtual devices where JAX runs on the CPU, and what
+`--two-families` leaves out.
+"""
+
+import gc
 
 import jax
 import pytest
+
+# Traces make many objects that live on; looking for garbage among them took 8% of the time.
+gc.set_threshold(20_000, 20, 20)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -13,9 +20,49 @@ def forget_compiled_programs():
     """Compiled programs are mapped into memory for good, and a process may have 65,530 maps."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--two-families",
+        action="store_true",
+        help="outside the base suite, run what is tested for several families for mamba2 and kda",
+    )
+
+
+# One additive rule with a scalar decay, one delta rule with a decay for each channel.
+TWO_FAMILIES = {"mamba2", "kda"}
+OTHER_FAMILIES = {"gated_delta_net", "gla"}
+
+
+def families_of(item):
+    callspec = getattr(item, "callspec", None)
+    found = callspec.params.values() if callspec else ()
+    return {x for x in found if isinstance(x, str)} & (TWO_FAMILIES | OTHER_FAMILIES)
+
+
+def leave_out_families(config, items):
+    """Of a test that has cases of the two families, deselect those of the others."""
+
+    def function(item):
+        return item.path, item.cls, item.originalname
+
+    thinned = {function(x) for x in items if families_of(x) & TWO_FAMILIES}
+    left_out = [
+        x
+        for x in items
+        if families_of(x) & OTHER_FAMILIES
+        and function(x) in thinned
+        and not x.path.name.startswith("test_core")
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [x for x in items if x not in set(left_out)]
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("two_families"):
+        leave_out_families(config, items)
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -90,19 +90,19 @@ def run_with_copy(spec, implementation, inputs, initial):
     state = poison_copy(spec, rs.reset(spec, state, jnp.array([False, True])))
     outputs, at = [], 0
     for _ in range(spec.window + 2):
-        output, state = step(state, tokens(inputs, at, at + 1))
+        output, state = jax.block_until_ready(step(state, tokens(inputs, at, at + 1)))
         state = poison_copy(spec, state)
         outputs.append(output)
         at += 1
     drafts = [(2, 1), (0, 2), (2, 2), (1, 0)] if spec.max_tokens > 1 else []
     for lengths in drafts:
         part = tokens(inputs, at, at + 2)
-        output, state = verify(state, part, jnp.array(lengths))
+        output, state = jax.block_until_ready(verify(state, part, jnp.array(lengths)))
         state = poison_copy(spec, rs.commit(spec, state, jnp.array(lengths)))
         outputs.append(output)
         at += 2
-    state = rs.flush(spec, state, jnp.array([True, False]), **kind)
-    output, state = step(state, tokens(inputs, at, at + 1))
+    state = jax.block_until_ready(rs.flush(spec, state, jnp.array([True, False]), **kind))
+    output, state = jax.block_until_ready(step(state, tokens(inputs, at, at + 1)))
     return [*outputs, output], state
 
 

@@ -43,32 +43,52 @@ def random_inputs(spec, batch_size, num_tokens, seed=0, gates=None):
     shape = (*lead, spec.num_heads) + ((spec.key_dim,) if spec.decay == "channel" else ())
     g = -np.exp(2 * rng.standard_normal(shape) - 2) if gates is None else rng.choice(gates, shape)
     beta = 1.3 / (1 + np.exp(-rng.standard_normal((*lead, spec.num_heads))))
-    return rs.TokenInputs(
-        q=jnp.asarray(q, spec.key_dtype),
-        k=jnp.asarray(k, spec.key_dtype),
-        v=jnp.asarray(v, spec.value_dtype),
-        g=jnp.asarray(g, spec.compute_dtype),
-        beta=jnp.asarray(beta, spec.compute_dtype),
+    # Cast by NumPy and put there: jnp.asarray compiles a program for every shape.
+    inputs = rs.TokenInputs(
+        q=q.astype(spec.key_dtype),
+        k=k.astype(spec.key_dtype),
+        v=v.astype(spec.value_dtype),
+        g=g.astype(spec.compute_dtype),
+        beta=beta.astype(spec.compute_dtype),
     )
+    return jax.tree.map(jax.device_put, inputs)
 
 
 def tokens(inputs, *index):
-    """inputs[:, index] on the time axis, for slice arguments."""
-    return jax.tree.map(lambda x: x[:, slice(*index)], inputs)
+    """inputs[:, index] on the time axis, for slice arguments.
+
+    By NumPy unless they are traced, since JAX compiles every slice.
+    """
+
+    def cut(x):
+        return (x if isinstance(x, jax.core.Tracer) else np.asarray(x))[:, slice(*index)]
+
+    return jax.tree.map(cut, inputs)
 
 
 def reference(spec, inputs, initial=None):
-    """Outputs [B, T, H, P] and final state [B, H, P, N] of the recurrence in float64, as NumPy."""
+    """Outputs [B, T, H, P] and final state [B, H, P, N] of the recurrence in float64, as NumPy.
+
+    Run with rows of zeros, and with zeros behind the last token, which are identities, so that one
+    compiled program serves many shapes.
+    """
+    batch_size, num_tokens = inputs.v.shape[:2]
+    rows, length = -(-batch_size // 4) * 4, -(-num_tokens // 64) * 64
+
+    def pad(x, *sizes):
+        x = np.asarray(x, np.float64)
+        sizes = [(0, size - n) for size, n in zip(sizes, x.shape, strict=False)]
+        return np.pad(x, [*sizes, *[(0, 0)] * (x.ndim - len(sizes))])
+
+    wide = dict.fromkeys(("state_dtype", "key_dtype", "value_dtype"), jnp.float64)
+    # What a window is has no part in the recurrence.
+    wide = dataclasses.replace(spec, **wide, read_dtype=None, window=16, max_tokens=1)
+    if initial is None:
+        initial = np.zeros(spec.state_shape(batch_size))
     with jax.enable_x64(True):
-        wide = dataclasses.replace(
-            spec, state_dtype=jnp.float64, key_dtype=jnp.float64, value_dtype=jnp.float64
-        )
-        inputs = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), inputs)
-        batch_size = inputs.v.shape[0]
-        if initial is None:
-            initial = np.zeros(spec.state_shape(batch_size))
-        outputs, state = _scan(wide, jnp.asarray(initial, jnp.float64), inputs)
-        return np.asarray(outputs), np.asarray(state)
+        padded = jax.tree.map(lambda x: pad(x, rows, length), inputs)
+        outputs, state = _scan(wide, pad(initial, rows), padded)
+    return np.asarray(outputs)[:batch_size, :num_tokens], np.asarray(state)[:batch_size]
 
 
 _scan = jax.jit(rs.recurrent_scan, static_argnums=0)

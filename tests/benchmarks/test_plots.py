@@ -9,7 +9,12 @@ from documents import ROOT
 from harness import Timing
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = {"README.md": "", "docs/kernels.md": "../", "docs/serving.md": "../"}
+DOCUMENTS = {
+    "README.md": "",
+    "docs/kernels.md": "../",
+    "docs/serving.md": "../",
+    "docs/speculative.md": "../",
+}
 
 GDN = dict(case="gated_delta_net, 32 heads", family="gated_delta_net")
 MAMBA = dict(case="mamba2-80, 96 heads x 80", family="mamba2")
@@ -93,6 +98,59 @@ def test_peers_table():
     )
 
 
+def speculative_rows(batch, *names, **extra):
+    """Rows of one case, each scheme with half the time of the one before."""
+    facts = {"rate": 0.7, "does_not_fit": [], "baseline_tokens_per_second": 1000.4} | extra
+    speeds = {"tokens_per_pass": 2.345, "speedup_over_snapshots": 2.0}
+    for i, name in enumerate(names, 1):
+        found = {"tokens_per_second": 1000.4 * 2**i}
+        if name.startswith("replay"):
+            found |= speeds if "snapshot speculation" in names else {"tokens_per_pass": 2.345}
+        case = dict(case="a model, T=4", family="kda", tokens=4, batch=batch)
+        yield row(8.0 / 2**i, 8.0, implementation=name, extra=facts | found, **case)
+
+
+SPECULATIVE = record(
+    *speculative_rows(16, "plain replay", "snapshot speculation", "replay speculation"),
+    *speculative_rows(
+        64, "plain replay", "replay speculation", does_not_fit=["snapshot speculation"]
+    ),
+)
+
+
+def test_speculative_table():
+    assert tables.speculative_table(SPECULATIVE).splitlines()[2:] == [
+        "| a model, T=4 | 16 | 1,000 | 2,001 | 4,002 | 8,003 | 2.35 | 8.00x | 2.00x |",
+        "| a model, T=4 | 64 | 1,000 | 2,001 | does not fit | 4,002 | 2.35 | 4.00x |  |",
+    ]
+
+
+def test_memory_tables():
+    def held(scheme, tokens, state, ring, batch):
+        facts = {"model": "m", "family": "kda", "scheme": scheme, "tokens": tokens}
+        return facts | {"held": {"state": state, "ring": ring}, "largest_batch": batch}
+
+    rows = [
+        held("conventional", 1, 2e6, 0, 900),
+        held("replay", 1, 2e6, 1e6, 800),
+        held("snapshots", 4, 1e7, 0, 300),
+        held("replay", 4, 2e6, 1e6, 750),
+    ]
+    assert tables.memory_table({"rows": rows}).splitlines()[2:] == [
+        "| m (KDA) | 4 | 2.0 | 10.0 | 3.0 | 50% | 300 | 750 | 2.50x |"
+    ]
+    facts = {"model": "m", "family": "kda", "tokens": 4, "program_bytes": 9.9e10, "us": 1234.5}
+    ran = [
+        facts | {"scheme": "snapshots", "counted": 1e7, "measured": 1.1e7, "batch": 300},
+        facts | {"scheme": "replay", "counted": 3e6, "measured": None, "batch": 750},
+        facts | {"scheme": "replay", "counted": 3e6, "measured": None, "batch": 999, "us": None},
+    ]
+    assert tables.largest_batch_table({"rows": ran}).splitlines()[2:] == [
+        "| m (KDA) | 4 | snapshots | 10.0 | 11.0 | 300 |  | 99 | 1,234 |",
+        "| m (KDA) | 4 | replay | 3.0 |  | 750 | 2.50x | 99 | 1,234 |",
+    ]
+
+
 DOCUMENT = """before
 <!-- benchmarks: {} results.json -->
 old
@@ -134,6 +192,11 @@ def test_kinds_of_results():
     assert tables.is_kernels(KERNELS) and not tables.is_fills(KERNELS)
     assert tables.is_fills(FILLS) and not tables.is_kernels(FILLS)
     assert not tables.is_kernels(record(row(1.0, 2.0, **GDN, extra={})))
+    assert tables.is_speculative(SPECULATIVE) and not tables.is_kernels(SPECULATIVE)
+    for path in RESULTS.glob("*.json"):  # those without a picture must not be in the way
+        found = tables.load(path)
+        kinds = tables.is_kernels, tables.is_fills, tables.is_speculative
+        assert sum(kind(found) for kind in kinds) <= 1
 
 
 def test_pictures(tmp_path):
@@ -164,4 +227,8 @@ def test_what_pictures_show():
     ]
     assert [bar.get_height() for bar in window.patches] == [9, 10, 40]
     assert [line.get_ydata()[0] for line in window.get_lines()] == [24.96, 30]
+    with plots.style():
+        plain, snapshots = plots.draw_speculative(SPECULATIVE).axes
+    assert list(plain.get_lines()[0].get_ydata()) == [8.0, 4.0]
+    assert list(snapshots.get_lines()[0].get_xdata()) == [16]
     plots.plt.close("all")

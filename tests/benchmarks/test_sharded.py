@@ -1,5 +1,6 @@
 """The benchmark of sharded decoding on virtual devices, and what it would run on two H200s."""
 
+import collections
 import json
 
 import collectives
@@ -58,6 +59,17 @@ def test_patterns_are_cut_to_mixers():
     assert sharded.first_mixers("M-M-MM-A", 6) == "M-M-MM-AM-"
 
 
+def test_the_default_depth_is_the_published_one():
+    args = sharded.parse(["--batch", "512"])
+    for family, kinds in {
+        "mamba2": {("mamba2",): 21, ("attention",): 4, (): 17},
+        "gated_delta_net": {("gated_delta_net",): 24, ("attention",): 8, (): 32},
+    }.items():
+        config = sharded.make_config(family, args, sharded.mixers_of(family, args))
+        found = collections.Counter(block.mixers for block in config.blocks)
+        assert found == kinds
+
+
 def test_what_moves_a_cache_or_differs_is_not_reported(monkeypatch, tmp_path, capsys):
     """The others are: here one mesh's float32 check fails, and the other's program moves a ring."""
     logits = np.zeros((8, 2))
@@ -79,7 +91,7 @@ def test_what_moves_a_cache_or_differs_is_not_reported(monkeypatch, tmp_path, ca
         return {key: Program(key[2], key[0] == "check") for key in cases}
 
     monkeypatch.setattr(sharded, "compile_all", compile_all)
-    for name in ("make_model", "in_float32", "on_mesh"):
+    for name in ("make_model", "on_mesh"):
         monkeypatch.setattr(sharded, name, lambda *_: None)
     argv = ["--tiny", "--family", "mamba2", "--scheme", "replay", "--no-profile", "--repeats", "2"]
     assert sharded.main([*argv, "--out", str(tmp_path)]) == 1
@@ -228,7 +240,7 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 def test_real_models_lower_to_kernels_inside_shard_map(family, shape, scheme):
     """Two mixers call one kernel of a device's own shape; activations are no cache's size."""
     args = sharded.parse(["--layers", "2"])
-    config = sharded.make_config(family, args)
+    config = sharded.make_config(family, args, args.layers)
     bf16 = jnp.bfloat16
     model = nnx.eval_shape(
         lambda: sharded.HybridLM(config, rngs=nnx.Rngs(0), dtype=bf16, param_dtype=bf16)

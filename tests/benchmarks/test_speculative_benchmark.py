@@ -50,6 +50,64 @@ def test_a_wrong_case_is_refused(tmp_path, capsys, monkeypatch):
     assert "not reported" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_models_side_by_side_in_processes(tmp_path, capsys):
+    argv = [*TINY, "--side-by-side", "--out", str(tmp_path)]
+    assert speculative.main(argv) == 0
+    (path,) = tmp_path.glob("speculative-*.json")
+    assert len(json.loads(path.read_text())["rows"]) == 3
+    assert "tiny: 5 programs" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_is_said(tmp_path, monkeypatch, capsys):
+    """The cases of the others are measured."""
+    row = speculative.harness.Row(
+        case="a", family="kda", batch=1, tokens=1, read_dtype=None, implementation="plain replay",
+        us=1.0, us_spread=(1.0, 1.0), baseline_us=1.0, baseline_us_spread=(1.0, 1.0), speedup=1.0,
+        fraction_of_read_bandwidth=None, rel_err=0.0,
+    )  # fmt: skip
+
+    class Connection:
+        def __init__(self, *received):
+            self.received = list(received)
+
+        def recv(self):
+            if not self.received:
+                raise EOFError
+            return self.received.pop(0)
+
+        def send(self, _):
+            pass
+
+        def close(self):
+            pass
+
+        join = start = close
+
+    found = speculative.Found
+    ends = [Connection(), Connection(found(words=["one"]), found([row]), None)]
+    context = type("Context", (), {})()
+    context.Pipe = lambda: (ends.pop(0), Connection())
+    context.Process = lambda **_: Connection()
+    monkeypatch.setattr(speculative.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    argv = ["--model", "kimi-linear", "tiny", "--side-by-side", "--out", str(tmp_path)]
+    assert speculative.main(argv) == 1
+    (path,) = tmp_path.glob("speculative-*.json")
+    assert len(json.loads(path.read_text())["rows"]) == 1
+    assert "kimi-linear: its process has failed" in capsys.readouterr().out
+
+
+def test_cases_that_differ_in_no_shape_share_programs(monkeypatch):
+    monkeypatch.setattr(speculative.harness, "compile_all", lambda lowerings, _: lowerings)
+    options = ["--rate", "0.3", "0.7", "--batch", "1", "2", "--tokens", "2", "3"]
+    args = speculative.parse([*TINY, *options])
+    cases = [*speculative.random_cases("tiny", args)]
+    assert len(cases) == 8
+    # Two plain ones and a prefill a batch, and for each T one with snapshots and one by replay.
+    assert len(speculative.compile_cases(cases, args)) == 2 * (3 + 2 * 2)
+
+
 def test_acceptance_is_drawn_from_the_stated_distribution():
     drawn = speculative.DrivenDrafter.draw(500, 40, 3, rate=0.7, vocab=100)
     shares = np.bincount(np.ravel(drawn.right), minlength=4) / drawn.right.size

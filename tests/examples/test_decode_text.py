@@ -12,10 +12,10 @@ from weights_io import read_metadata
 from replayssm_jax.models import HybridLM
 
 
-@pytest.mark.parametrize("family", decode_text.FAMILIES)
-def test_shipped_weights_decode_identically(family, capsys, monkeypatch):
+def test_shipped_weights_decode_identically(capsys, monkeypatch):
+    """Of one family; `make demo` runs them all, and fails where a token differs."""
     monkeypatch.setenv("COLUMNS", "100")
-    arguments = ["--family", family, "--tokens", "20", "--batch", "2", "--repeats", "1"]
+    arguments = ["--family", "gated_delta_net", "--tokens", "20", "--batch", "2", "--repeats", "1"]
     assert decode_text.main([*arguments, "--prompt-bytes", "40"]) == 0
     printed = capsys.readouterr().out
     assert "identical 40/40" in printed

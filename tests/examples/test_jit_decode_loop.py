@@ -2,7 +2,8 @@ import jit_decode_loop
 import pytest
 
 
-@pytest.mark.parametrize("mixer", jit_decode_loop.MIXERS)
+# Both rules, both kinds of decay.
+@pytest.mark.parametrize("mixer", ["mamba2", "kda"])
 def test_both_loops_give_the_same_tokens(mixer, capsys):
     arguments = ["--pattern", "MA", "--d-model", "32", "--batch", "2", "--repeats", "1"]
     assert jit_decode_loop.main(["--mixer", mixer, "--tokens", "20", *arguments]) == 0

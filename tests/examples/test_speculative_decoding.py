@@ -6,16 +6,17 @@ import speculative_decoding
 
 @pytest.mark.slow
 def test_shipped_weights_decode_the_same_tokens_in_fewer_passes(capsys, monkeypatch):
+    """By heads; n-grams draft in docs/speculative.md and in tests/models/test_speculative.py."""
     monkeypatch.setenv("COLUMNS", "100")
-    arguments = ["--family", "gated_delta_net", "--drafter", "n-grams", "heads", "--tokens", "48"]
+    arguments = ["--family", "gated_delta_net", "--drafter", "heads", "--tokens", "48"]
     arguments += ["--batch", "2", "--prompt-bytes", "200", "--show", "12", "--repeats", "1"]
     assert speculative_decoding.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.count("identical 96/96") == 2
+    assert "identical 96/96" in printed
     assert "Gated DeltaNet, drafts by heads: 12 passes of row 0" in printed
     assert re.search(r"tokens per second: plain [\d,]+, speculative [\d,]+, [\d.]+x", printed)
     rows = re.findall(r"│ +\d+ │ +48 │ +(\d+) │ +([\d.]+) │ +(\d+) │ +(\d+) \((\d+)%\)", printed)
-    assert len(rows) == 4
+    assert len(rows) == 2
     for passes, rate, proposed, accepted, share in rows:
         assert int(passes) + int(accepted) == 48
         assert float(rate) == round(48 / int(passes), 2)

@@ -57,7 +57,7 @@ def test_the_convolution_rolls_back_with_the_state(kernel):
     """Rows accept 0 to 4 drafts: rings and the next step are those of rows that took no others."""
     config = make_config("mamba2")
     options = dict(num_heads=4, head_dim=4, state_dim=6, num_groups=2, conv_kernel=kernel)
-    model = make_model("mamba2", mamba2=Mamba2Config(**options))
+    model = make_model("mamba2", pattern="M", mamba2=Mamba2Config(**options))
     assert model.config.max_tokens == config.max_tokens == 4
     tokens = random_tokens(1, 5, seed=2)
     rows = jnp.broadcast_to(tokens, (B, 5))

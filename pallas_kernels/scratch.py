@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
     read: Any  # S r for each column r; T > 1: for each row
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
-    shared: Any  # None, or gate and key in one place with fold_key, which is made of them
+    shared: Any  # None, or gate and key in one place with what is made of them
     state_bar: Any
     window_bar: Any
 
@@ -46,9 +46,10 @@ class Scratch(NamedTuple):
         """The same with the parts of `shared` as fields of their own."""
         if self.shared is None:
             return self
-        window, fold_key = self.shared
+        window, *decayed, fold_key = self.shared
         *gate, key = window
-        return self._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
+        unpacked = self._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
+        return unpacked._replace(column=decayed[0][1]) if decayed else unpacked
 
 
 def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
@@ -64,12 +65,15 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     operand = (p.key_terms, p.padded_columns, operand_width(n))
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
+    column = sm((columns, n), F32) if channel else None
     # The swizzle under which a tensor-core product takes operands from shared memory.
     swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
     fold_key = shared = None
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         fold_key = sm((p.key_terms, window, n), bf16, transforms=swizzle)
-        shared = plgpu.RefUnion((gate, key) if channel else (key,), fold_key)
+        # By channel keys give way to the columns once they are decayed.
+        windows = [(gate, key), (gate, column)] if column else [(key,)]
+        shared = plgpu.RefUnion(*windows, fold_key)
     return Scratch(
         state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)),
         key=None if shared else key,
@@ -79,7 +83,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
-        column=sm((columns, n), F32) if channel else None,
+        column=None if shared else column,
         operand=sm(operand, bf16) if several else None,
         apart=sm((tokens, tokens, *heads), F32) if several and not channel else None,
         total=sm((n,) if channel else heads, F32),

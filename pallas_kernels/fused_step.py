@@ -342,13 +342,18 @@ class Step(Fold):
         p, sm = self.p, self.sm
         lhs, rhs = operand_layouts(p.key_dim)
         narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
-        state = terms(load(ref, lhs, optimized=narrow), p.read_terms)
         # Sums of their own, as each product of a sum waits for the one before.
         sums = [zeros((TILE, p.padded_columns), ACC)] * 3
-        factors = [load(self.operand(b), rhs) for b in range(p.key_terms)]
-        for a, b in term_pairs(p.key_terms, p.read_terms):
-            n = a if p.read_dtype is None else a + b
-            sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
+        # Some channels at a time, for the registers that their terms take.
+        several = p.read_dtype is None and p.key_terms > 1 and p.key_dim % 32 == 0
+        width = 32 if several else p.key_dim
+        for first in range(0, p.key_dim, width):
+            here = pl.ds(first, width)
+            state = terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
+            factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
+            for a, b in term_pairs(p.key_terms, p.read_terms):
+                n = a if p.read_dtype is None else a + b
+                sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
         store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
 
     def reads(self) -> list[jax.Array]:
@@ -437,16 +442,16 @@ class Step(Fold):
     def multiply_keys(self, firsts: list[int]) -> None:
         """The same on tensor cores, for bf16 keys and columns: their products are exact."""
         p, sm = self.p, self.sm
-        factor = load(self.operand(0), operand_layouts(p.key_dim)[1])
+        factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
         for first in firsts:
             ref = sm.k if first == p.padded_window else sm.key.at[pl.ds(first, BLOCK)]
             keys = load(ref, rows_layout(p.key_dim))
             scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
             self.store_scores(scores, first, pl.ds(0, p.padded_columns))
 
-    def operand(self, term: int) -> Any:
-        """A bf16 term of the columns in shared memory, [N, columns]."""
-        return self.sm.operand.at[term, :, pl.ds(0, self.p.key_dim)].transpose((1, 0))
+    def operand(self, term: int, channels: Any) -> Any:
+        """A bf16 term of the columns in shared memory, [channels, columns]."""
+        return self.sm.operand.at[term, :, channels].transpose((1, 0))
 
     def store_scores(self, scores: jax.Array, first: int, columns: Any) -> None:
         """Store scores of 16 keys from `first` on; of dead ones of the window zero."""
@@ -620,7 +625,7 @@ class Step(Fold):
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
         if sm.column is not None or sm.operand is not None:
-            if is_replicated(p.key_dim) or sm.apart is not None:
+            if is_replicated(p.key_dim) or sm.apart is not None or sm.shared is not None:
                 plgpu.commit_smem()
             self.make_columns()
         if sm.apart is not None:

@@ -38,7 +38,7 @@ class Scratch(NamedTuple):
     read: Any  # S r for each column r; T > 1: for each row
     fold_record: Any  # bf16 terms of the weighted records, one tile
     fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
-    shared: Any  # None, or gate and key in one place with fold_key, which is made of them
+    shared: Any  # None, or gate and key in one place with what is made of them
     copy: Any  # read copy: its tiles in flight
     encoded: Any  # read copy: a tile of the new one
     scale: Any  # 8-bit read copy: for each state row
@@ -61,9 +61,11 @@ class Scratch(NamedTuple):
                 copy=copy[0] if copy else None,
             )
         if self.shared is not None:
-            window, fold_key = self.shared
+            window, *decayed, fold_key = self.shared
             *gate, key = window
             found = found._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
+            if decayed:
+                found = found._replace(column=decayed[0][1])
         return found
 
 
@@ -92,12 +94,18 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     operand = (p.key_terms, p.padded_columns, operand_width(n))
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
+    column = sm((columns, n), F32) if channel else None
     # The swizzle under which a tensor-core product takes operands from shared memory.
     swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
     fold_key = shared = None
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         fold_key = sm((p.key_terms, window, n), bf16, transforms=swizzle)
-        shared = plgpu.RefUnion((gate, key) if channel else (key,), fold_key)
+        # By channel keys give way to the columns of several tokens once they are decayed. The one
+        # token's are also read after the fold's keys have taken this place.
+        apart = column is None or not several
+        windows = [(gate, key) if channel else (key,)] + ([] if apart else [(gate, column)])
+        shared = plgpu.RefUnion(*windows, fold_key)
+        column = column if apart else None
     state: Any = sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n))
     fold_record: Any = None
     if mode.fold:
@@ -123,7 +131,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         k=sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
-        column=sm((columns, n), F32) if channel else None,
+        column=column,
         operand=sm(operand, bf16) if several else None,
         apart=sm((tokens, tokens, *heads), F32) if several and not channel else None,
         total=sm((n,) if channel else heads, F32),

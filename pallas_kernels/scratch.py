@@ -174,7 +174,7 @@ def _again_types(p: Problem, c: Config) -> Again:
 
 def shared_bytes(problem: Problem, config: Config, mode: Mode) -> int:
     """Shared memory that a program takes; every array is aligned to 1024 bytes."""
-    total = 1024  # barriers
+    total = 1024 if problem.read_dtype is None else 2048  # barriers
     for x in jax.tree.leaves(scratch_types(problem, config, mode)):
         if isinstance(x, plgpu.RefUnion):
             total += max(_bytes(group) for group in x.refs)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import os
 import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -322,3 +323,98 @@ def program_bytes(compiled: Any) -> int:
     stats = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return int(held + stats.temp_size_in_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What one step of a group of cases has to say.
+
+    Attributes:
+      rows: measured.
+      words: lines to print.
+      refused: whether a case is not reported.
+    """
+
+    rows: Sequence[Row] = ()
+    words: Sequence[str] = ()
+    refused: bool = False
+
+
+# Steps of a group, by its name and the options: the first compiles, each other measures.
+Steps = Callable[[str, Any], Iterator[Found]]
+
+
+def run_groups(
+    names: Sequence[str], steps: Steps, args: Any, console: Console
+) -> tuple[list[Row], bool]:
+    """Run groups of cases, print what they say, and save their rows step by step.
+
+    Args:
+      names: of the groups.
+      steps: a function of a module.
+      args: options of the benchmark. With `side_by_side` each group has a process: all compile at
+        once, and measure one after the other when the last one has compiled. `name`, `out` and
+        `add` are as `save` takes them.
+      console: to print to.
+
+    Returns:
+      The rows, and whether a case was refused or a process failed.
+    """
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
+    rows: list[Row] = []
+    refused = False
+    for found in (_side_by_side if args.side_by_side else _one_by_one)(names, steps, args):
+        rows += found.rows
+        refused |= found.refused
+        for line in found.words:
+            console.print(line, highlight=False, soft_wrap=True)
+        if rows:  # a run that is cut short leaves what it measured
+            path = save(args.name, rows, options, args.out, add=args.add)
+    if rows:
+        console.print(f"written to {path}")
+    return rows, refused
+
+
+def _one_by_one(names: Sequence[str], steps: Steps, args: Any) -> Iterator[Found]:
+    for name in names:
+        yield from steps(name, args)
+
+
+def _side_by_side(names: Sequence[str], steps: Steps, args: Any) -> Iterator[Found]:
+    # Each takes what it needs, and gives it back when it ends.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    for name in names:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, steps, name, args), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append((name, ours, process))
+    failed = []
+    for name, ours, _ in workers:
+        try:
+            yield ours.recv()
+        except EOFError:
+            failed.append(name)
+    for name, ours, process in workers:
+        try:
+            if name not in failed:
+                ours.send("measure")
+                while (found := ours.recv()) is not None:
+                    yield found
+        except (EOFError, BrokenPipeError):
+            failed.append(name)
+        process.join()
+    for name in failed:
+        yield Found(words=[f"{name}: its process has failed"], refused=True)
+
+
+def _serve(connection: Any, steps: Steps, name: str, args: Any) -> None:
+    """Send the steps of a group, all but the first of them when it is asked for."""
+    work = steps(name, args)
+    connection.send(next(work))
+    connection.recv()
+    for found in work:
+        connection.send(found)
+    connection.send(None)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -388,17 +390,19 @@ def runnable(implementation: str, layer: str) -> bool:
 
 def cases_of(
     args: argparse.Namespace,
-) -> Iterator[tuple[str, Callable[[harness.Compiler], Case | Fills]]]:
-    """Name of each case, and what makes it."""
+) -> Iterator[tuple[str, str, Callable[[harness.Compiler], Case | Fills]]]:
+    """Group and name of each case, and what makes it."""
     for layer in args.layer:
         for batch in args.batch:
             if args.fills:
-                yield f"{layer}, batch {batch}", functools.partial(Fills, layer, batch, args)
+                fills = functools.partial(Fills, layer, batch, args)
+                yield layer, f"{layer}, batch {batch}", fills
                 continue
             for count in args.tokens:
                 for share in args.accepted if count > 1 else ["all"]:
                     accepted = count if share == "all" else count // 2
                     yield (
+                        f"{layer}, {count} tokens",
                         f"{layer}, batch {batch}, {accepted} of {count} tokens",
                         functools.partial(Case, layer, batch, count, accepted, args),
                     )
@@ -435,6 +439,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="staggered: rows at spread fills; own pointers: one for each layer, not one for all",
     )
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="a process for each layer and number of tokens, to compile sooner",
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
     parser.add_argument("--name", default="kernels", help="of the JSON file")
     parser.add_argument(
@@ -451,34 +460,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def steps(name: str, args: argparse.Namespace) -> Iterator[harness.Found]:
+    """Compile the cases of a group first, then measure them one by one."""
+    begin = time.perf_counter()
+    made: dict[str, Case | Fills] = {}
+    with harness.Compiler() as ahead:
+        for group, case, make in cases_of(args):
+            if group == name:
+                made[case] = make(ahead)
+    yield harness.Found(words=[f"{name}: compiled after {time.perf_counter() - begin:.0f} s"])
+    for case in list(made):
+        try:
+            yield harness.Found(list(made.pop(case).rows()), [f"{case}: measured"])
+        except harness.WrongResult as error:
+            yield harness.Found(words=[f"{case}: not reported: {error}"], refused=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
+    args, console = parse(argv), Console()
+    if args.side_by_side:  # before the device is first used
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     args.bandwidth = bandwidth.measure()
     args.write_bandwidth = bandwidth.measure(write=True)
-    console = Console()
-    rows: list[harness.Row] = []
-    refused = False
-    options = {key: value for key, value in vars(args).items() if key != "out"}
-    cases = list(cases_of(args))
-    with harness.progress(console) as bar:
-        task = bar.add_task("compile", total=2 * len(cases))
-        made: dict[str, Case | Fills] = {}
-        with harness.Compiler() as ahead:
-            for name, make in cases:
-                made[name] = make(ahead)
-                bar.advance(task)
-        for name in list(made):
-            bar.update(task, description=name)
-            try:
-                rows += made.pop(name).rows()
-            except harness.WrongResult as error:
-                refused = True
-                console.print(f"[bold red]{name}: not reported[/]: {error}")
-            # A later case may fail.
-            path = harness.save(args.name, rows, options, args.out, add=args.add)
-            bar.advance(task)
+    groups = list(dict.fromkeys(group for group, _, _ in cases_of(args)))
+    rows, refused = harness.run_groups(groups, steps, args, console)
     console.print(harness.table("microseconds of one step of all rows, one layer", rows))
-    console.print(f"written to {path}")
     return int(refused)
 
 

@@ -27,8 +27,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -406,77 +404,25 @@ def group_names(args: argparse.Namespace) -> list[str]:
     return names + [f"trained {family}" for family in trained]
 
 
-class Found(NamedTuple):
-    """What one step of a group has to say."""
-
-    rows: Sequence[harness.Row] = ()
-    words: Sequence[str] = ()
-    refused: bool = False
-
-
-def steps(name: str, args: argparse.Namespace) -> Iterator[Found]:
+def steps(name: str, args: argparse.Namespace) -> Iterator[harness.Found]:
     """Compile everything of a group first, then measure case by case."""
     begin = time.perf_counter()
     trained = name.removeprefix("trained ")
     cases = [*(random_cases(name, args) if trained == name else trained_cases(trained, args))]
     compiled = compile_cases(cases, args)
-    yield Found(words=[f"{name}: {len(compiled)} programs in {time.perf_counter() - begin:.0f} s"])
+    yield harness.Found(
+        words=[f"{name}: {len(compiled)} programs in {time.perf_counter() - begin:.0f} s"]
+    )
     begin = time.perf_counter()
     for case in cases:
         title = f"{case.name}, batch {case.prompt.shape[0]}"
         try:
             rows, too_large = measure(case, compiled, args)
         except harness.WrongResult as error:
-            yield Found(words=[f"{title}: not reported: {error}"], refused=True)
+            yield harness.Found(words=[f"{title}: not reported: {error}"], refused=True)
             continue
         words = [f"{title}, {scheme}: does not fit" for scheme in too_large]
-        yield Found(rows, [*words, f"{title}: after {time.perf_counter() - begin:.0f} s"])
-
-
-def one_by_one(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
-    for name in names:
-        yield from steps(name, args)
-
-
-def side_by_side(names: Sequence[str], args: argparse.Namespace) -> Iterator[Found]:
-    """A process for each group: all compile at once, then they measure one after the other."""
-    # Each takes what it needs, and gives it back when it ends.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    context = multiprocessing.get_context("spawn")
-    workers = []
-    for name in names:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, name, args), daemon=True)
-        process.start()
-        theirs.close()
-        workers.append((name, ours, process))
-    failed = []
-    for name, ours, _ in workers:
-        try:
-            yield ours.recv()
-        except EOFError:
-            failed.append(name)
-    for name, ours, process in workers:
-        try:
-            if name not in failed:
-                ours.send("measure")
-                while (found := ours.recv()) is not None:
-                    yield found
-        except (EOFError, BrokenPipeError):
-            failed.append(name)
-        process.join()
-    for name in failed:
-        yield Found(words=[f"{name}: its process has failed"], refused=True)
-
-
-def serve(connection: Any, name: str, args: argparse.Namespace) -> None:
-    """Send the steps of a group, all but the first of them when it is asked for."""
-    work = steps(name, args)
-    connection.send(next(work))
-    connection.recv()
-    for found in work:
-        connection.send(found)
-    connection.send(None)
+        yield harness.Found(rows, [*words, f"{title}: after {time.perf_counter() - begin:.0f} s"])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -521,20 +467,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse(argv), Console()
     harness.use_all_memory()
-    options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
-    rows: list[harness.Row] = []
-    refused = False
-    path = None
-    names = group_names(args)
-    for found in (side_by_side if args.side_by_side else one_by_one)(names, args):
-        rows += found.rows
-        refused |= found.refused
-        for line in found.words:
-            console.print(line, highlight=False, soft_wrap=True)
-        # Case by case, so that a run that is cut short leaves what it measured.
-        path = harness.save(args.name, rows, options, args.out, add=args.add)
+    rows, refused = harness.run_groups(group_names(args), steps, args, console)
     console.print(harness.table("microseconds of one token of every row", rows))
-    console.print(f"written to {path}")
     return int(refused)
 
 

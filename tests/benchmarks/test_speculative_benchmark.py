@@ -45,8 +45,7 @@ def test_cases_are_driven_measured_and_saved(tmp_path, capsys, monkeypatch):
 def test_a_wrong_case_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(speculative, "score", lambda *args: jnp.full(args[2].shape, -1.0))
     assert speculative.main([*TINY, "--out", str(tmp_path)]) == 1
-    (path,) = tmp_path.glob("speculative-*.json")
-    assert json.loads(path.read_text())["rows"] == []
+    assert not list(tmp_path.iterdir())
     assert "not reported" in capsys.readouterr().out
 
 
@@ -84,12 +83,12 @@ def test_a_process_that_fails_is_said(tmp_path, monkeypatch, capsys):
 
         join = start = close
 
-    found = speculative.Found
+    found = speculative.harness.Found
     ends = [Connection(), Connection(found(words=["one"]), found([row]), None)]
     context = type("Context", (), {})()
     context.Pipe = lambda: (ends.pop(0), Connection())
     context.Process = lambda **_: Connection()
-    monkeypatch.setattr(speculative.multiprocessing, "get_context", lambda _: context)
+    monkeypatch.setattr(speculative.harness.multiprocessing, "get_context", lambda _: context)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     argv = ["--model", "kimi-linear", "tiny", "--side-by-side", "--out", str(tmp_path)]
     assert speculative.main(argv) == 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,10 @@ from replayssm_jax.snapshots import Snapshots, verify_snapshots
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 OWN = "own pointers"
 
-# Of states against the recurrence in float32, and of bf16 outputs.
-STATE_LIMIT, OUTPUT_LIMIT = 2e-6, 1e-2
+# Of states against the recurrence in float32, and of bf16 outputs by format of the read copy.
+STATE_LIMIT = 2e-6
+OUTPUT_LIMITS = {None: 1e-2, "float16": 1e-2, "bfloat16": 1e-2, "int8": 3e-2}
+OUTPUT_LIMITS |= {"float8_e4m3fn": 6e-2, "float8_e5m2": 1e-1}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -142,6 +145,7 @@ class Check:
         ahead: harness.Compiler,
     ):
         self.implementation = implementation
+        self.limit = OUTPUT_LIMITS[format_of(spec)]
         turns = (2 * spec.window + 3) // accepted + 1
         step = replay_step(spec, implementation, accepted)
         ends = np.array([0, batch - 1])
@@ -173,8 +177,8 @@ class Check:
         inputs = self.random.result()(7)
         (outputs, state), expected = (run.result()(inputs) for run in self.programs)
         name = self.implementation
-        # Outputs are rounded to the dtype of the values.
-        harness.check(f"{name} outputs", outputs, expected[0], limit=OUTPUT_LIMIT)
+        # Outputs are rounded to the dtype of the values, and read from a copy.
+        harness.check(f"{name} outputs", outputs, expected[0], limit=self.limit)
         return harness.check(f"{name} state", state, expected[1], limit=STATE_LIMIT)
 
 
@@ -187,8 +191,13 @@ def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
     record = spec.num_groups * spec.key_dim * key + decay
     record += rows * 4 if spec.rule == "delta" else rows * value + 4 * spec.num_heads
     new = 2 * spec.num_groups * spec.key_dim * key + rows * value + decay + 4 * spec.num_heads
-    state = 4 * rows * spec.key_dim
+    state = rows * spec.key_dim * (spec.read_dtype or spec.state_dtype).itemsize
     return batch * (state + (spec.window - 1) * record // 2 + tokens * new)
+
+
+def format_of(spec: rs.ReplaySpec) -> str | None:
+    """Name of the read copy's format."""
+    return spec.read_dtype and spec.read_dtype.name
 
 
 def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: Any) -> dict:
@@ -197,7 +206,7 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
         family=family,
         batch=batch,
         tokens=tokens,
-        read_dtype=spec.read_dtype and spec.read_dtype.name,
+        read_dtype=format_of(spec),
         **kwargs,
     )
 
@@ -211,13 +220,18 @@ class Case:
         batch: int,
         tokens: int,
         accepted: int,
+        read_dtype: str | None,
+        window: int | None,
         args: argparse.Namespace,
         ahead: harness.Compiler,
     ):
         self.args, self.layer, self.batch = args, layer, batch
         self.tokens, self.accepted = tokens, accepted
-        self.window = args.window or (32 if tokens > 4 else 16)
-        self.spec = layers.make_spec(layer, window=self.window, max_tokens=tokens)
+        self.window = window or (32 if tokens > 4 else 16)
+        self.words = [] if window is None else [f"window {window}"]
+        self.spec = layers.make_spec(
+            layer, window=self.window, max_tokens=tokens, read_dtype=read_dtype
+        )
         self.count = args.layers or (4 if batch >= 64 else 24)
         # Enough of them that the call itself does not count.
         steps = (4 if batch >= 64 else 16) * self.window // accepted
@@ -285,6 +299,7 @@ class Case:
                 case=", ".join(
                     [
                         layers.describe(self.layer),
+                        *self.words,
                         *([] if self.accepted == self.tokens else [f"{self.accepted} accepted"]),
                         *([] if how == "uniform" else [how]),
                     ]
@@ -308,7 +323,7 @@ class Fills:
 
     def __init__(self, layer: str, batch: int, args: argparse.Namespace, ahead: harness.Compiler):
         self.args, self.layer, self.batch = args, layer, batch
-        self.window = args.window or 16
+        self.window = 16
         self.spec = layers.make_spec(layer, window=self.window)
         self.count = args.layers or 4
         self.name = args.implementation[0]
@@ -398,14 +413,17 @@ def cases_of(
                 fills = functools.partial(Fills, layer, batch, args)
                 yield layer, f"{layer}, batch {batch}", fills
                 continue
-            for count in args.tokens:
-                for share in args.accepted if count > 1 else ["all"]:
-                    accepted = count if share == "all" else count // 2
-                    yield (
-                        f"{layer}, {count} tokens",
-                        f"{layer}, batch {batch}, {accepted} of {count} tokens",
-                        functools.partial(Case, layer, batch, count, accepted, args),
-                    )
+            variants = itertools.product(
+                args.tokens, args.accepted, args.read_dtype, args.window or [None]
+            )
+            for count, share, read_dtype, window in variants:
+                if count == 1 and share == "half":
+                    continue
+                accepted = count if share == "all" else count // 2
+                copy = None if read_dtype == "none" else read_dtype
+                words = f"{accepted} of {count} tokens, copy {read_dtype}, window {window}"
+                make = functools.partial(Case, layer, batch, count, accepted, copy, window, args)
+                yield f"{layer}, {count} tokens", f"{layer}, batch {batch}, {words}", make
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -420,7 +438,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["all"],
         help="of several tokens; the baseline keeps a snapshot of the state for each",
     )
-    parser.add_argument("--window", type=int, help="default: 16, or 32 for more than 4 tokens")
+    parser.add_argument(
+        "--window", type=int, nargs="+", help="default: 16, or 32 for more than 4 tokens"
+    )
+    parser.add_argument(
+        "--read-dtype",
+        choices=["none", *(name for name in OUTPUT_LIMITS if name)],
+        nargs="+",
+        default=["none"],
+        help="of a read copy; the baseline has none",
+    )
     parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
     parser.add_argument(
         "--implementation",

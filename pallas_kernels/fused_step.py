@@ -60,7 +60,7 @@ from pallas_kernels.products import (
     rows_layout,
     split,
     term_pairs,
-    terms,
+    tile_terms,
 )
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import ReadCopy, load_tile
@@ -349,7 +349,7 @@ class Step(Fold):
         width = 32 if several else p.key_dim
         for first in range(0, p.key_dim, width):
             here = pl.ds(first, width)
-            state = terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
+            state = tile_terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
             factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
             for a, b in term_pairs(p.key_terms, p.read_terms):
                 n = a if p.read_dtype is None else a + b

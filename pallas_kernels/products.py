@@ -39,24 +39,29 @@ def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
     return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]
 
 
-def split(x: jax.Array, count: int) -> list[jax.Array]:
+def split(x: jax.Array, count: int, *, cut: bool = False) -> list[jax.Array]:
     """bf16 terms whose sum is `x`, as far as it goes; each is of what those before it leave.
 
-    All but the last are cut off, not rounded: that takes one instruction, a rounding to bf16 whose
-    result is also used as float32 a slow one for each element.
+    Where `cut` all but the last are cut off, not rounded: that takes one instruction an element, a
+    rounding to bf16 whose result is also used as float32 a slow one. What `term_pairs` leaves out
+    is then twice as large and of one sign, unless the other factor is rounded: so one of two is.
     """
     found = []
     for _ in range(count - 1):
-        bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-        top = lax.bitcast_convert_type(bits, jnp.float32)
-        found.append(top.astype(jnp.bfloat16))
+        if cut:
+            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+            top = lax.bitcast_convert_type(bits, jnp.float32)
+            found.append(top.astype(jnp.bfloat16))
+        else:
+            found.append(x.astype(jnp.bfloat16))
+            top = found[-1].astype(jnp.float32)
         x = x - top
     return [*found, x.astype(jnp.bfloat16)]
 
 
-def terms(x: jax.Array, count: int) -> list[jax.Array]:
-    """`split` of values in any format; those in bf16 are their only term."""
-    return [x] if x.dtype == jnp.bfloat16 else split(x.astype(jnp.float32), count)
+def tile_terms(x: jax.Array, count: int) -> list[jax.Array]:
+    """`split` of a state tile in any format; values in bf16 are their only term."""
+    return [x] if x.dtype == jnp.bfloat16 else split(x.astype(jnp.float32), count, cut=True)
 
 
 def operand_layouts(contracted: int) -> tuple[Any, Any]:

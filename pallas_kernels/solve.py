@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.layouts import broadcast, load, record_rows, spread, store, zeros
 from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
-from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs
+from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs, tile_terms
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
 from pallas_kernels.scratch import Scratch
@@ -143,7 +143,7 @@ class Solve(Program):
         for channel in range(0, p.key_dim, width):
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
-            state = split(jnp.where(self.fresh, 0.0, tile), 3)
+            state = tile_terms(jnp.where(self.fresh, 0.0, tile), 3)
             keys = load(sm.again.key.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
             factors = split(keys, p.key_terms)
             for a, b in term_pairs(p.key_terms):

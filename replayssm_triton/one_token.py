@@ -1,0 +1,249 @@
+"""The decode step of one token, whose window is one block of records."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from replayssm_triton.parts import _fold, _load, _over_channels, _slot
+
+
+@triton.jit
+def _spread(x, C: tl.constexpr, L: tl.constexpr):
+    """[C L] as [1, C, L], wherever its uses want it: layouts do not pass a gather."""
+    return tl.reshape(tl.gather(x, tl.arange(0, C * L), 0), (1, C, L))
+
+
+@triton.jit
+def _tile_sums(x, sums, i, TILES: tl.constexpr, L: tl.constexpr):
+    """`sums` [rows, K] with those over the channels of tile i, x [rows, C, L], in column i K / TILES.
+
+    A column is of the threads that have the same channels: one of those that share a row keeps it.
+    """
+    K: tl.constexpr = sums.shape[1]
+    x = tl.sum(x, axis=1)
+    if L % 4 == 0:
+        x = tl.sum(tl.reshape(x, (x.shape[0], L // 4, 4)), axis=2)
+    x = tl.sum(x, axis=1, keep_dims=True)
+    return tl.where(tl.arange(0, K)[None, :] == i * (K // TILES), x, sums)
+
+
+@triton.jit
+def _of_rows(sums, TILES: tl.constexpr):
+    """Row sums of tiles, one tile after the other."""
+    ROWS: tl.constexpr = sums.shape[0]
+    K: tl.constexpr = sums.shape[1]
+    sums = tl.trans(sums)
+    if K > TILES:
+        sums = tl.sum(tl.reshape(sums, (TILES, K // TILES, ROWS)), axis=1)
+    return tl.reshape(sums, (TILES * ROWS,))
+
+
+@triton.jit
+def _one(
+    b, head, group, part, start, length, fresh, q, k, v, g, beta,
+    output, state, decays, keys, records, betas,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    GATES: tl.constexpr = N if CHANNEL else 1
+    state += (b * H + head) * (P * N)
+    q += (b * G + group) * N
+    k += (b * G + group) * N
+    v += (b * H + head) * P
+    g += (b * H + head) * GATES
+    output += (b * H + head) * P
+    decays += (b * R * H + head) * GATES
+    keys += (b * R * G + group) * N
+    records += (b * R * H + head) * P
+    betas += b * R * H + head
+    WHOLE: tl.constexpr = P % ROWS == 0 and C * L == N
+    CL: tl.constexpr = C * L
+    VEC: tl.constexpr = max(2, min(4, CL // (32 * WARPS)))
+    VECP: tl.constexpr = max(2, min(4, ROWS * TILES // (32 * WARPS)))
+
+    first, filled = tl.load(start + b), tl.load(length + b)
+    is_fresh = tl.load(fresh + b) != 0
+    strength = tl.load(beta + b * H + head)
+    n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    n = tl.max_contiguous(n, [1, 1, 4 if L > 4 else L])
+    in_n = n < N
+    m = tl.max_contiguous(tl.arange(0, CL), VEC)
+    in_m = m < N
+    key_raw = tl.load(k + m, mask=in_m, other=0.0)
+    key_now = key_raw.to(tl.float32)
+    query_now = tl.load(q + m, mask=in_m, other=0.0).to(tl.float32)
+    if CHANNEL:
+        gate = tl.load(g + m, mask=in_m, other=0.0)
+        later = gate
+    else:
+        gate = tl.load(g)
+        read_k = _spread(key_now, C, L)
+        read_q = _spread(query_now, C, L)
+        later = gate
+    # Dropped if every row of a part is whole, as are masks of tiles.
+    p = tl.arange(0, TILES * ROWS)
+    part_p = part * (TILES * ROWS)
+    in_p = p < P - part_p
+    of_part = tl.max_contiguous(p, VECP)
+    value = tl.load(v + part_p + p, mask=in_p, other=0.0)
+
+    due = filled + 1 > W
+    # More records than the window holds would be lost without a word: NaN instead.
+    outrun = tl.where(filled > W, float("nan"), 0.0)
+    filled = tl.minimum(filled, W)
+    out = tl.zeros((TILES * ROWS,), tl.float32)
+    read = out
+    row = tl.arange(0, J)
+    for i in range(0, (filled + J - 1) // J):
+        j = filled - 1 - i * J - row
+        live = j >= 0
+        slots = _slot(first, tl.maximum(j, 0), R)
+        newer = _slot(first, tl.maximum(j + 1, 0), R)
+        has_newer = (j >= -1) & (row > 0)
+        oldest = filled - (i + 1) * J
+        at_oldest = _slot(first, tl.maximum(oldest, 0), R)
+        at_record = records + part_p + slots[:, None] * (H * P) + of_part[None, :]
+        record = tl.load(at_record, mask=live[:, None] & in_p[None, :], other=0.0)
+        if CHANNEL:
+            mask = has_newer[:, None] & in_m[None, :]
+            g_all = tl.load(decays + newer[:, None] * (H * N) + m[None, :], mask=mask, other=0.0)
+            mask = in_m & (oldest >= 0)
+            g_oldest = tl.load(decays + at_oldest * (H * N) + m, mask=mask, other=0.0)
+            mask = live[:, None] & in_m[None, :]
+            key = tl.load(keys + slots[:, None] * (G * N) + m[None, :], mask=mask, other=0.0)
+            key = key.to(tl.float32) * tl.exp(tl.cumsum(g_all, axis=0) + later[None, :])
+            score_q = tl.sum(key * query_now[None, :], axis=1)
+            if DELTA:
+                score_k = tl.sum(key * key_now[None, :], axis=1)
+            else:
+                score_q *= tl.load(betas + slots * H, mask=live, other=0.0)
+        else:
+            g_all = tl.load(decays + newer * H, mask=has_newer, other=0.0)
+            g_oldest = tl.load(decays + at_oldest * H, mask=oldest >= 0, other=0.0)
+            mask = live[:, None, None] & in_n
+            key = tl.load(keys + slots[:, None, None] * (G * N) + n, mask=mask, other=0.0)
+            key = key.to(tl.float32)
+            weight = tl.exp(tl.cumsum(g_all, axis=0) + later)
+            if not DELTA:
+                weight *= tl.load(betas + slots * H, mask=live, other=0.0)
+            score_q = _over_channels(key * read_q) * weight
+            if DELTA:
+                score_k = _over_channels(key * read_k) * weight
+        later += tl.sum(g_all, axis=0) + g_oldest
+        record = record.to(tl.float32)
+        out += tl.sum(record * score_q[:, None], axis=0)
+        if DELTA:
+            read += tl.sum(record * score_k[:, None], axis=0)
+    decay = tl.exp(later)
+    now = tl.sum(key_now * query_now)
+    if CHANNEL:
+        read_q = _spread(query_now * decay, C, L)
+        if DELTA:
+            read_k = _spread(key_now * decay, C, L)
+        decay = 1.0
+    LANES: tl.constexpr = L // 4 if L % 4 == 0 else L
+    sums_q = tl.zeros((ROWS, max(LANES, TILES)), tl.float32)
+    sums_k = sums_q
+    for i in tl.range(0, TILES, num_stages=STAGES):
+        rows = part_p + i * ROWS + tl.arange(0, ROWS)
+        tile = _load(state + rows[:, None, None] * N + n, (rows < P)[:, None, None] & in_n, WHOLE)
+        sums_q = _tile_sums(tile * read_q, sums_q, i, TILES, L)
+        if DELTA:
+            sums_k = _tile_sums(tile * read_k, sums_k, i, TILES, L)
+    out += tl.where(is_fresh, 0.0, _of_rows(sums_q, TILES) * decay) + outrun
+    if DELTA:
+        read += tl.where(is_fresh, 0.0, _of_rows(sums_k, TILES) * decay) + outrun
+    if DELTA:
+        update = (value.to(tl.float32) - read) * strength
+        new = update
+    else:
+        update = value.to(tl.float32) * strength
+        new = value
+    out += update * now
+    tl.store(output + part_p + p, out.to(output.dtype.element_ty), mask=in_p)
+    slot = first + filled
+    if due:
+        slot = (slot + 7) // 8 * 8
+    slot = slot % R
+    tl.store(records + slot * (H * P) + part_p + p, new, mask=in_p)
+    leads_head = part == 0
+    if leads_head & (head % (H // G) == 0):
+        tl.store(keys + slot * (G * N) + m, key_raw, mask=in_m)
+    if leads_head:
+        if CHANNEL:
+            tl.store(decays + slot * (H * N) + m, gate, mask=in_m)
+        else:
+            tl.store(decays + slot * H, gate)
+        if not DELTA:
+            tl.store(betas + slot * H, strength)
+    if due:
+        _fold(
+            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, TILES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _one_token(
+    start, length, num_new, fresh, q, k, v, g, beta, output, state, decays, keys, records, betas,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    parts: tl.constexpr = (P + ROWS * TILES - 1) // (ROWS * TILES)
+    program = tl.program_id(0)
+    part = program % parts
+    head = program // parts % H
+    b = (program // (parts * H)).to(tl.int64)
+    real = 1
+    if MASKED:
+        real = tl.load(num_new + b)
+    if real > 0:
+        _one(
+            b, head, head // (H // G), part, start, length, fresh, q, k, v, g, beta,
+            output, state, decays, keys, records, betas,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, TILES, C, L, J, STAGES, WARPS,
+        )  # fmt: skip
+    else:
+        p = part * (ROWS * TILES) + tl.arange(0, ROWS * TILES)
+        zeros = tl.zeros((ROWS * TILES,), output.dtype.element_ty)
+        tl.store(output + (b * H + head) * P + p, zeros, mask=p < P)
+
+
+@triton.jit
+def replay_token_delta(
+    start, length, num_new, fresh, q, k, v, g, beta,
+    _state, _decays, _keys, _records,
+    output, state, decays, keys, records,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The step under the delta rule, whose ring has no betas."""
+    _one_token(
+        start, length, num_new, fresh, q, k, v, g, beta,
+        output, state, decays, keys, records, beta,
+        H, G, P, N, R, W, DELTA, CHANNEL, MASKED, ROWS, TILES, C, L, J, STAGES, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def replay_token_additive(
+    start, length, num_new, fresh, q, k, v, g, beta,
+    _state, _decays, _keys, _records, _betas,
+    output, state, decays, keys, records, betas,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, MASKED: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The step under the additive rule."""
+    _one_token(
+        start, length, num_new, fresh, q, k, v, g, beta,
+        output, state, decays, keys, records, betas,
+        H, G, P, N, R, W, DELTA, CHANNEL, MASKED, ROWS, TILES, C, L, J, STAGES, WARPS,
+    )  # fmt: skip

@@ -76,12 +76,9 @@ def _one(
     query_now = tl.load(q + m, mask=in_m, other=0.0).to(tl.float32)
     if CHANNEL:
         gate = tl.load(g + m, mask=in_m, other=0.0)
-        later = gate
     else:
         gate = tl.load(g)
-        read_k = _spread(key_now, C, L)
-        read_q = _spread(query_now, C, L)
-        later = gate
+    later = gate  # log-decay over the records from those in hand on, and this token
     # Dropped if every row of a part is whole, as are masks of tiles.
     p = tl.arange(0, TILES * ROWS)
     part_p = part * (TILES * ROWS)
@@ -106,31 +103,25 @@ def _one(
         at_oldest = _slot(first, tl.maximum(oldest, 0), R)
         at_record = records + part_p + slots[:, None] * (H * P) + of_part[None, :]
         record = tl.load(at_record, mask=live[:, None] & in_p[None, :], other=0.0)
+        mask = live[:, None] & in_m[None, :]
+        key = tl.load(keys + slots[:, None] * (G * N) + m[None, :], mask=mask, other=0.0)
+        key = key.to(tl.float32)
+        weight = tl.full((J,), 1.0, tl.float32)
+        if not DELTA:
+            weight = tl.load(betas + slots * H, mask=live, other=0.0)
         if CHANNEL:
             mask = has_newer[:, None] & in_m[None, :]
             g_all = tl.load(decays + newer[:, None] * (H * N) + m[None, :], mask=mask, other=0.0)
             mask = in_m & (oldest >= 0)
             g_oldest = tl.load(decays + at_oldest * (H * N) + m, mask=mask, other=0.0)
-            mask = live[:, None] & in_m[None, :]
-            key = tl.load(keys + slots[:, None] * (G * N) + m[None, :], mask=mask, other=0.0)
-            key = key.to(tl.float32) * tl.exp(tl.cumsum(g_all, axis=0) + later[None, :])
-            score_q = tl.sum(key * query_now[None, :], axis=1)
-            if DELTA:
-                score_k = tl.sum(key * key_now[None, :], axis=1)
-            else:
-                score_q *= tl.load(betas + slots * H, mask=live, other=0.0)
+            key *= tl.exp(tl.cumsum(g_all, axis=0) + later[None, :])
         else:
             g_all = tl.load(decays + newer * H, mask=has_newer, other=0.0)
             g_oldest = tl.load(decays + at_oldest * H, mask=oldest >= 0, other=0.0)
-            mask = live[:, None, None] & in_n
-            key = tl.load(keys + slots[:, None, None] * (G * N) + n, mask=mask, other=0.0)
-            key = key.to(tl.float32)
-            weight = tl.exp(tl.cumsum(g_all, axis=0) + later)
-            if not DELTA:
-                weight *= tl.load(betas + slots * H, mask=live, other=0.0)
-            score_q = _over_channels(key * read_q) * weight
-            if DELTA:
-                score_k = _over_channels(key * read_k) * weight
+            weight *= tl.exp(tl.cumsum(g_all, axis=0) + later)
+        score_q = tl.sum(key * query_now[None, :], axis=1) * weight
+        if DELTA:
+            score_k = tl.sum(key * key_now[None, :], axis=1) * weight
         later += tl.sum(g_all, axis=0) + g_oldest
         record = record.to(tl.float32)
         out += tl.sum(record * score_q[:, None], axis=0)
@@ -139,10 +130,11 @@ def _one(
     decay = tl.exp(later)
     now = tl.sum(key_now * query_now)
     if CHANNEL:
-        read_q = _spread(query_now * decay, C, L)
-        if DELTA:
-            read_k = _spread(key_now * decay, C, L)
+        query_now *= decay
+        key_now *= decay
         decay = 1.0
+    read_q = _spread(query_now, C, L)
+    read_k = _spread(key_now, C, L)
     LANES: tl.constexpr = L // 4 if L % 4 == 0 else L
     sums_q = tl.zeros((ROWS, max(LANES, TILES)), tl.float32)
     sums_k = sums_q

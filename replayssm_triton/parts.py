@@ -71,7 +71,7 @@ def _fold(
     """
     J: tl.constexpr = 16
     FOLD_ROWS: tl.constexpr = max(16, ROWS)
-    COLUMNS: tl.constexpr = 64 if N > 32 else 32 if N > 16 else 16
+    COLUMNS: tl.constexpr = 32 if N > 16 else 16
     WHOLE: tl.constexpr = P % (ROWS * TILES) == 0 and ROWS >= 16 and N % COLUMNS == 0
     row = tl.arange(0, J)
     filled = tl.minimum(filled, W)

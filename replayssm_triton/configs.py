@@ -47,7 +47,8 @@ def choose(heads: int, value_dim: int, key_dim: int) -> Config:
     """
     c, lanes = channels(key_dim)
     num_warps = max(4, c * lanes // 32)
-    rows = min(REGISTERS * 32 * num_warps // (c * lanes), next_power_of_2(value_dim))
+    padded = max(16, next_power_of_2(value_dim))
+    rows = max(16, min(REGISTERS * 32 * num_warps // (c * lanes), padded))
     while rows > 16:
         waste = -value_dim % rows / value_dim
         if waste <= 0.25 and heads * -(-value_dim // rows) >= FILLED:
@@ -64,8 +65,8 @@ def choose_one_token(heads: int, value_dim: int, key_dim: int) -> Config:
     more warps.
     """
     c, lanes = channels(key_dim)
-    padded = next_power_of_2(value_dim)
-    rows = min(REGISTERS * 32 // (c * lanes), padded)
+    padded = max(16, next_power_of_2(value_dim))
+    rows = max(16, min(REGISTERS * 32 // (c * lanes), padded))
     tiles = padded // rows
     num_warps = 1
 

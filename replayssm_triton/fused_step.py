@@ -301,8 +301,8 @@ def _step_row(
     )  # fmt: skip
     if due:
         _fold(
-            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part,
-            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1,
+            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part, None, None,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1, False,
         )  # fmt: skip
 
 
@@ -386,8 +386,8 @@ def replay_fold(
             records + (b * R * H + head) * P,
             betas + (b * R * H + head),
             tl.load(start + b), filled, tl.load(fresh + b) != 0,
-            tl.where(filled > W, float("nan"), 0.0), part,
-            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1,
+            tl.where(filled > W, float("nan"), 0.0), part, None, None,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1, False,
         )  # fmt: skip
 
 

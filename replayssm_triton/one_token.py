@@ -5,27 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from replayssm_triton.parts import _fold, _load, _over_channels, _slot
+from replayssm_triton.parts import _add_tile, _fold, _load, _slot
 
 
 @triton.jit
 def _spread(x, C: tl.constexpr, L: tl.constexpr):
     """[C L] as [1, C, L], wherever its uses want it: layouts do not pass a gather."""
     return tl.reshape(tl.gather(x, tl.arange(0, C * L), 0), (1, C, L))
-
-
-@triton.jit
-def _tile_sums(x, sums, i, TILES: tl.constexpr, L: tl.constexpr):
-    """`sums` [rows, K] with those over the channels of tile i, x [rows, C, L], in column i K / TILES.
-
-    A column is of the threads that have the same channels: one of those that share a row keeps it.
-    """
-    K: tl.constexpr = sums.shape[1]
-    x = tl.sum(x, axis=1)
-    if L % 4 == 0:
-        x = tl.sum(tl.reshape(x, (x.shape[0], L // 4, 4)), axis=2)
-    x = tl.sum(x, axis=1, keep_dims=True)
-    return tl.where(tl.arange(0, K)[None, :] == i * (K // TILES), x, sums)
 
 
 @triton.jit
@@ -45,7 +31,8 @@ def _one(
     output, state, decays, keys, records, betas,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     GATES: tl.constexpr = N if CHANNEL else 1
     state += (b * H + head) * (P * N)
@@ -133,17 +120,22 @@ def _one(
         query_now *= decay
         key_now *= decay
         decay = 1.0
-    read_q = _spread(query_now, C, L)
-    read_k = _spread(key_now, C, L)
-    LANES: tl.constexpr = L // 4 if L % 4 == 0 else L
-    sums_q = tl.zeros((ROWS, max(LANES, TILES)), tl.float32)
-    sums_k = sums_q
-    for i in tl.range(0, TILES, num_stages=STAGES):
-        rows = part_p + i * ROWS + tl.arange(0, ROWS)
-        tile = _load(state + rows[:, None, None] * N + n, (rows < P)[:, None, None] & in_n, WHOLE)
-        sums_q = _tile_sums(tile * read_q, sums_q, i, TILES, L)
-        if DELTA:
-            sums_k = _tile_sums(tile * read_k, sums_k, i, TILES, L)
+    if due:
+        sums_q, sums_k = _fold(
+            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part,
+            query_now, key_now, H, G, P, N, R, W, DELTA, CHANNEL, ROWS, TILES, True,
+        )  # fmt: skip
+    else:
+        read_q, read_k = _spread(query_now, C, L), _spread(key_now, C, L)
+        sums_q = tl.zeros((ROWS, max(8, TILES)), tl.float32)
+        sums_k = sums_q
+        for i in tl.range(0, TILES, num_stages=STAGES):
+            rows = part_p + i * ROWS + tl.arange(0, ROWS)
+            mask = (rows < P)[:, None, None] & in_n
+            tile = _load(state + rows[:, None, None] * N + n, mask, WHOLE)
+            sums_q = _add_tile(sums_q, tl.sum(tile * read_q, axis=1), i, TILES)
+            if DELTA:
+                sums_k = _add_tile(sums_k, tl.sum(tile * read_k, axis=1), i, TILES)
     out += tl.where(is_fresh, 0.0, _of_rows(sums_q, TILES) * decay) + outrun
     if DELTA:
         read += tl.where(is_fresh, 0.0, _of_rows(sums_k, TILES) * decay) + outrun
@@ -170,11 +162,6 @@ def _one(
             tl.store(decays + slot * H, gate)
         if not DELTA:
             tl.store(betas + slot * H, strength)
-    if due:
-        _fold(
-            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part,
-            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, TILES,
-        )  # fmt: skip
 
 
 @triton.jit

@@ -58,21 +58,40 @@ def _vector(
 
 
 @triton.jit
+def _add_tile(sums, x, i, TILES: tl.constexpr):
+    """Add the sums over the columns of x [rows, L] to column i K / TILES of `sums` [rows, K].
+
+    Threads that share a row have columns of their own: one of them keeps the sum.
+    """
+    K: tl.constexpr = sums.shape[1]
+    if x.shape[1] % 4 == 0:
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 4, 4)), axis=2)
+    x = tl.sum(x, axis=1, keep_dims=True)
+    return sums + tl.where(tl.arange(0, K)[None, :] == i * (K // TILES), x, 0.0)
+
+
+@triton.jit
 def _fold(
-    state, decays, keys, records, betas, first, filled, is_fresh, outrun, part,
+    state, decays, keys, records, betas, first, filled, is_fresh, outrun, part, read_q, read_k,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    TILES: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """Fold the records of the window into the ROWS TILES state rows of a part of a head.
+    """Fold the records of the window into the state rows of a part of a head, TILES of ROWS.
+
+    With READ the old state is multiplied on the way with `read_q` and, delta rule, `read_k`, of as
+    many channels as a power of two has that is not below N. Returned are the products as `_of_rows`
+    wants them.
 
     Records times keys are products on tensor cores, of float32 values in two terms each ("tf32x3"),
     a block of records after the other. Tiles have few columns: no more registers than a step has.
     """
     J: tl.constexpr = 16
-    FOLD_ROWS: tl.constexpr = max(16, ROWS)
+    K: tl.constexpr = max(8, TILES)
+    sums_q = tl.zeros((ROWS, K), tl.float32)
+    sums_k = sums_q
     COLUMNS: tl.constexpr = 32 if N > 16 else 16
-    WHOLE: tl.constexpr = P % (ROWS * TILES) == 0 and ROWS >= 16 and N % COLUMNS == 0
+    WHOLE: tl.constexpr = P % (ROWS * TILES) == 0 and N % COLUMNS == 0
     row = tl.arange(0, J)
     filled = tl.minimum(filled, W)
     blocks = tl.maximum((filled + J - 1) // J, 1)
@@ -107,10 +126,13 @@ def _fold(
                 g_oldest = tl.load(at_first, mask=in_n & (oldest >= 0), other=0.0)
                 key *= tl.exp(tl.cumsum(g, axis=0))
                 decay = tl.exp(tl.sum(g, axis=0) + g_oldest)[None, :]
-            for i in range(0, (ROWS * TILES + FOLD_ROWS - 1) // FOLD_ROWS):
-                in_part = i * FOLD_ROWS + tl.arange(0, FOLD_ROWS)
-                p = part * (ROWS * TILES) + in_part
-                in_p = (p < P) & (in_part < ROWS * TILES)
+            if READ:
+                query = tl.gather(read_q, n, 0)[None, :]
+                if DELTA:
+                    query_k = tl.gather(read_k, n, 0)[None, :]
+            for i in tl.range(0, TILES, num_stages=3):
+                p = (part * TILES + i) * ROWS + tl.arange(0, ROWS)
+                in_p = p < P
                 at_record = records + slots[None, :] * (H * P) + p[:, None]
                 record = tl.load(at_record, mask=live[None, :] & in_p[:, None], other=0.0)
                 record = record.to(tl.float32) * weight[None, :]
@@ -118,8 +140,13 @@ def _fold(
                 mask = in_p[:, None] & in_n[None, :]
                 tile = _load(at, mask, WHOLE)
                 tile = tl.where(is_fresh & (back == 0), 0.0, tile) + outrun
+                if READ and back == 0:
+                    sums_q = _add_tile(sums_q, tile * query, i, TILES)
+                    if DELTA:
+                        sums_k = _add_tile(sums_k, tile * query_k, i, TILES)
                 added = tl.dot(record, key, input_precision="tf32x3")
                 tl.store(at, tile * decay + added, mask=mask)
+    return sums_q, sums_k
 
 
 @triton.jit

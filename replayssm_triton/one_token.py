@@ -50,12 +50,16 @@ def _one(
     VEC: tl.constexpr = max(2, min(4, CL // (32 * WARPS)))
     VECP: tl.constexpr = max(2, min(4, ROWS * TILES // (32 * WARPS)))
 
-    first, filled = tl.load(start + b), tl.load(length + b)
-    is_fresh = tl.load(fresh + b) != 0
-    strength = tl.load(beta + b * H + head)
     n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
     n = tl.max_contiguous(n, [1, 1, 4 if L > 4 else L])
     in_n = n < N
+    part_p = part * (TILES * ROWS)
+    if TILES == 1:
+        only_rows = part_p + tl.arange(0, ROWS)[:, None, None]
+        only_tile = _load(state + only_rows * N + n, (only_rows < P) & in_n, WHOLE)
+    first, filled = tl.load(start + b), tl.load(length + b)
+    is_fresh = tl.load(fresh + b) != 0
+    strength = tl.load(beta + b * H + head)
     m = tl.max_contiguous(tl.arange(0, CL), VEC)
     in_m = m < N
     key_raw = tl.load(k + m, mask=in_m, other=0.0)
@@ -68,10 +72,11 @@ def _one(
     later = gate  # log-decay over the records from those in hand on, and this token
     # Dropped if every row of a part is whole, as are masks of tiles.
     p = tl.arange(0, TILES * ROWS)
-    part_p = part * (TILES * ROWS)
     in_p = p < P - part_p
     of_part = tl.max_contiguous(p, VECP)
     value = tl.load(v + part_p + p, mask=in_p, other=0.0)
+    if TILES == 1:
+        tl.debug_barrier()  # keeps these loads, which depend on nothing, before others
 
     due = filled + 1 > W
     # More records than the window holds would be lost without a word: NaN instead.
@@ -130,9 +135,11 @@ def _one(
         sums_q = tl.zeros((ROWS, max(8, TILES)), tl.float32)
         sums_k = sums_q
         for i in tl.range(0, TILES, num_stages=STAGES):
-            rows = part_p + i * ROWS + tl.arange(0, ROWS)
-            mask = (rows < P)[:, None, None] & in_n
-            tile = _load(state + rows[:, None, None] * N + n, mask, WHOLE)
+            if TILES == 1:
+                tile = only_tile
+            else:
+                rows = part_p + i * ROWS + tl.arange(0, ROWS)[:, None, None]
+                tile = _load(state + rows * N + n, (rows < P) & in_n, WHOLE)
             sums_q = _add_tile(sums_q, tl.sum(tile * read_q, axis=1), i, TILES)
             if DELTA:
                 sums_k = _add_tile(sums_k, tl.sum(tile * read_k, axis=1), i, TILES)

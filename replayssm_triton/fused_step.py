@@ -1,6 +1,6 @@
 """The decode step as one kernel: append, decays, scores, evaluation, and the fold of rows due.
 
-A program holds a tile of the state, some rows of one head of one batch row, in registers. All that
+A step of one token is in `one_token`. Here are those of several, and the fold alone. A program holds a tile of the state, some rows of one head of one batch row, in registers. All that
 it does is local to these rows but for the scores of keys, which every program computes for itself:
 
     weights  the decay from each record to the end of the window
@@ -8,8 +8,8 @@ it does is local to these rows but for the scores of keys, which every program c
     scores   <k_j, r> of the window's and the new keys with the same vectors
     rows     replay of the window, the triangular solve, and the output
 
-A row whose window is full also folds: S <- S diag(exp G) + sum_j u_j k_j^T, record by record in
-float32, and the tile is written back. Whether to fold is read from the pointer in device memory.
+A row whose window is full also folds: S <- S diag(exp G) + sum_j u_j k_j^T, to float32 accuracy,
+and the tile is written back. Whether to fold is read from the pointer in device memory.
 
 Decays are kept as exponentials of sums of log-decays over segments that meet at the end of the
 window (all at most 1), so products of them neither overflow nor lose small gates behind large ones.

@@ -1,4 +1,17 @@
-"""The decode step of one token, whose window is one block of records."""
+"""The decode step of one token as one kernel, see `fused_step` for what a step does.
+
+A program has some tiles of state rows of one head, in large batches one warp and a whole head:
+
+    window   scores of the records' keys with the token's q (and k), replay of the records, the
+             decay to the window's end
+    state    S q (and S k), tile after tile; the next ones are copied to shared memory meanwhile
+    token    the update, the output, and the record in the ring
+
+What is once for a head is so computed once, nothing waits for other warps, and several programs
+of a multiprocessor have loads in flight whatever one of them does. Layouts are chosen by loads:
+all records, or all channels of a tile that are 32 apart, lie in registers of a thread. Sums over
+them need no other thread.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +29,64 @@ def _spread(x, C: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def _of_rows(sums, TILES: tl.constexpr):
-    """Row sums of tiles, one tile after the other."""
+    """What `_add_tile` summed, as [TILES rows]."""
     ROWS: tl.constexpr = sums.shape[0]
     K: tl.constexpr = sums.shape[1]
     sums = tl.trans(sums)
     if K > TILES:
         sums = tl.sum(tl.reshape(sums, (TILES, K // TILES, ROWS)), axis=1)
     return tl.reshape(sums, (TILES * ROWS,))
+
+
+@triton.jit
+def _replay_window(
+    decays, keys, records, betas, first, filled, gate, q, k, n, in_n, p, in_p,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    """What the records add to the reads with q and k at a token with log-decay `gate`.
+
+    J records at a time, from the newest on back. With them the log-decay over all, and the token.
+    """
+    later = gate
+    out = tl.zeros(p.shape, tl.float32)
+    read = out
+    row = tl.arange(0, J)
+    for i in range(0, (filled + J - 1) // J):
+        j = filled - 1 - i * J - row
+        live = j >= 0
+        slots = _slot(first, tl.maximum(j, 0), R)
+        newer = _slot(first, tl.maximum(j + 1, 0), R)
+        has_newer = (j >= -1) & (row > 0)
+        oldest = filled - (i + 1) * J
+        at_oldest = _slot(first, tl.maximum(oldest, 0), R)
+        at_record = records + slots[:, None] * (H * P) + p[None, :]
+        record = tl.load(at_record, mask=live[:, None] & in_p[None, :], other=0.0)
+        mask = live[:, None] & in_n[None, :]
+        key = tl.load(keys + slots[:, None] * (G * N) + n[None, :], mask=mask, other=0.0)
+        key = key.to(tl.float32)
+        weight = tl.full((J,), 1.0, tl.float32)
+        if not DELTA:
+            weight = tl.load(betas + slots * H, mask=live, other=0.0)
+        if CHANNEL:
+            mask = has_newer[:, None] & in_n[None, :]
+            g_all = tl.load(decays + newer[:, None] * (H * N) + n[None, :], mask=mask, other=0.0)
+            mask = in_n & (oldest >= 0)
+            g_oldest = tl.load(decays + at_oldest * (H * N) + n, mask=mask, other=0.0)
+            key *= tl.exp(tl.cumsum(g_all, axis=0) + later[None, :])
+        else:
+            g_all = tl.load(decays + newer * H, mask=has_newer, other=0.0)
+            g_oldest = tl.load(decays + at_oldest * H, mask=oldest >= 0, other=0.0)
+            weight *= tl.exp(tl.cumsum(g_all, axis=0) + later)
+        score_q = tl.sum(key * q[None, :], axis=1) * weight
+        if DELTA:
+            score_k = tl.sum(key * k[None, :], axis=1) * weight
+        later += tl.sum(g_all, axis=0) + g_oldest
+        record = record.to(tl.float32)
+        out += tl.sum(record * score_q[:, None], axis=0)
+        if DELTA:
+            read += tl.sum(record * score_k[:, None], axis=0)
+    return out, read, later
 
 
 @triton.jit
@@ -34,6 +98,8 @@ def _one(
     TILES: tl.constexpr, C: tl.constexpr, L: tl.constexpr, J: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
+    """The step of a part of a head."""
+    # From here on pointers are to this row and head, and offsets of 32 bits do.
     GATES: tl.constexpr = N if CHANNEL else 1
     state += (b * H + head) * (P * N)
     q += (b * G + group) * N
@@ -47,6 +113,7 @@ def _one(
     betas += b * R * H + head
     WHOLE: tl.constexpr = P % ROWS == 0 and C * L == N
     CL: tl.constexpr = C * L
+    # A warp's loads of [records, channels] and [records, rows] then have all records in a thread.
     VEC: tl.constexpr = max(2, min(4, CL // (32 * WARPS)))
     VECP: tl.constexpr = max(2, min(4, ROWS * TILES // (32 * WARPS)))
 
@@ -69,8 +136,6 @@ def _one(
         gate = tl.load(g + m, mask=in_m, other=0.0)
     else:
         gate = tl.load(g)
-    later = gate  # log-decay over the records from those in hand on, and this token
-    # Dropped if every row of a part is whole, as are masks of tiles.
     p = tl.arange(0, TILES * ROWS)
     in_p = p < P - part_p
     of_part = tl.max_contiguous(p, VECP)
@@ -82,43 +147,10 @@ def _one(
     # More records than the window holds would be lost without a word: NaN instead.
     outrun = tl.where(filled > W, float("nan"), 0.0)
     filled = tl.minimum(filled, W)
-    out = tl.zeros((TILES * ROWS,), tl.float32)
-    read = out
-    row = tl.arange(0, J)
-    for i in range(0, (filled + J - 1) // J):
-        j = filled - 1 - i * J - row
-        live = j >= 0
-        slots = _slot(first, tl.maximum(j, 0), R)
-        newer = _slot(first, tl.maximum(j + 1, 0), R)
-        has_newer = (j >= -1) & (row > 0)
-        oldest = filled - (i + 1) * J
-        at_oldest = _slot(first, tl.maximum(oldest, 0), R)
-        at_record = records + part_p + slots[:, None] * (H * P) + of_part[None, :]
-        record = tl.load(at_record, mask=live[:, None] & in_p[None, :], other=0.0)
-        mask = live[:, None] & in_m[None, :]
-        key = tl.load(keys + slots[:, None] * (G * N) + m[None, :], mask=mask, other=0.0)
-        key = key.to(tl.float32)
-        weight = tl.full((J,), 1.0, tl.float32)
-        if not DELTA:
-            weight = tl.load(betas + slots * H, mask=live, other=0.0)
-        if CHANNEL:
-            mask = has_newer[:, None] & in_m[None, :]
-            g_all = tl.load(decays + newer[:, None] * (H * N) + m[None, :], mask=mask, other=0.0)
-            mask = in_m & (oldest >= 0)
-            g_oldest = tl.load(decays + at_oldest * (H * N) + m, mask=mask, other=0.0)
-            key *= tl.exp(tl.cumsum(g_all, axis=0) + later[None, :])
-        else:
-            g_all = tl.load(decays + newer * H, mask=has_newer, other=0.0)
-            g_oldest = tl.load(decays + at_oldest * H, mask=oldest >= 0, other=0.0)
-            weight *= tl.exp(tl.cumsum(g_all, axis=0) + later)
-        score_q = tl.sum(key * query_now[None, :], axis=1) * weight
-        if DELTA:
-            score_k = tl.sum(key * key_now[None, :], axis=1) * weight
-        later += tl.sum(g_all, axis=0) + g_oldest
-        record = record.to(tl.float32)
-        out += tl.sum(record * score_q[:, None], axis=0)
-        if DELTA:
-            read += tl.sum(record * score_k[:, None], axis=0)
+    out, read, later = _replay_window(
+        decays, keys, records + part_p, betas, first, filled, gate, query_now, key_now, m, in_m,
+        of_part, in_p, H, G, P, N, R, DELTA, CHANNEL, J,
+    )  # fmt: skip
     decay = tl.exp(later)
     now = tl.sum(key_now * query_now)
     if CHANNEL:
@@ -146,9 +178,8 @@ def _one(
     out += tl.where(is_fresh, 0.0, _of_rows(sums_q, TILES) * decay) + outrun
     if DELTA:
         read += tl.where(is_fresh, 0.0, _of_rows(sums_k, TILES) * decay) + outrun
-    if DELTA:
         update = (value.to(tl.float32) - read) * strength
-        new = update
+        new = update  # what the ring keeps
     else:
         update = value.to(tl.float32) * strength
         new = value

@@ -127,9 +127,10 @@ def _fold(
                 key *= tl.exp(tl.cumsum(g, axis=0))
                 decay = tl.exp(tl.sum(g, axis=0) + g_oldest)[None, :]
             if READ:
-                query = tl.gather(read_q, n, 0)[None, :]
+                inside = tl.minimum(n, read_q.shape[0] - 1)  # beyond, tiles are zero
+                query = tl.gather(read_q, inside, 0)[None, :]
                 if DELTA:
-                    query_k = tl.gather(read_k, n, 0)[None, :]
+                    query_k = tl.gather(read_k, inside, 0)[None, :]
             for i in tl.range(0, TILES, num_stages=3):
                 p = (part * TILES + i) * ROWS + tl.arange(0, ROWS)
                 in_p = p < P

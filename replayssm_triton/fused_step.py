@@ -1,7 +1,8 @@
 """The decode step as one kernel: append, decays, scores, evaluation, and the fold of rows due.
 
-A step of one token is in `one_token`. Here are those of several, and the fold alone. A program holds a tile of the state, some rows of one head of one batch row, in registers. All that
-it does is local to these rows but for the scores of keys, which every program computes for itself:
+Here are steps of several tokens, and the fold alone; a step of one is in `one_token`. A program
+holds a tile of the state, some rows of one head of one batch row, in registers. All that it does is
+local to these rows but for the scores of keys, which every program computes for itself:
 
     weights  the decay from each record to the end of the window
     reads    S r for every new q (and k, delta rule), in one pass over the tile

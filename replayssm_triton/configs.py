@@ -13,10 +13,19 @@ FILLED = 256
 
 
 class Config(NamedTuple):
-    """A program has `rows` state rows of one head of one batch row, and `num_warps` warps."""
+    """A program has `tiles` of `rows` state rows each, of one head of one batch row.
+
+    Attributes:
+      rows: of a tile.
+      num_warps: of a program.
+      tiles: more than one in a step of one token only.
+      stages: tiles in flight, and the one that is read.
+    """
 
     rows: int
     num_warps: int
+    tiles: int = 1
+    stages: int = 3
 
 
 def next_power_of_2(n: int) -> int:
@@ -38,13 +47,39 @@ def choose(heads: int, value_dim: int, key_dim: int) -> Config:
     """
     c, lanes = channels(key_dim)
     num_warps = max(4, c * lanes // 32)
-    rows = min(REGISTERS * 32 * num_warps // (c * lanes), next_power_of_2(value_dim))
+    padded = max(16, next_power_of_2(value_dim))
+    rows = max(16, min(REGISTERS * 32 * num_warps // (c * lanes), padded))
     while rows > 16:
         waste = -value_dim % rows / value_dim
         if waste <= 0.25 and heads * -(-value_dim // rows) >= FILLED:
             break
         rows //= 2
     return Config(rows, num_warps)
+
+
+def choose_one_token(heads: int, value_dim: int, key_dim: int) -> Config:
+    """As `choose`, for a step of one token.
+
+    A program is one warp, which waits for no other, and reads a head tile after tile while the next
+    ones are on their way. Heads that do not fill the device are cut into parts, and then have
+    more warps.
+    """
+    c, lanes = channels(key_dim)
+    padded = max(16, next_power_of_2(value_dim))
+    rows = max(16, min(REGISTERS * 32 // (c * lanes), padded))
+    tiles = padded // rows
+    num_warps = 1
+
+    def warps() -> int:
+        return heads * -(-value_dim // (rows * tiles)) * num_warps
+
+    while tiles > 1 and (-value_dim % (rows * tiles) > value_dim / 4 or warps() < 4 * FILLED):
+        tiles //= 2
+    while rows > 16 and -value_dim % rows > value_dim / 4:
+        rows //= 2
+    while num_warps < 4 and warps() < 4 * FILLED:
+        num_warps *= 2
+    return Config(rows, num_warps, tiles)
 
 
 def why_not(key_dim: int, num_tokens: int) -> str | None:

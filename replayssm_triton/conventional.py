@@ -8,7 +8,7 @@ import triton.language as tl
 
 from replayssm_triton.calls import launch
 from replayssm_triton.configs import Config, channels, choose
-from replayssm_triton.fused_step import _load, _over_channels, _place, _vector
+from replayssm_triton.parts import _load, _over_channels, _place, _vector
 
 
 @triton.jit

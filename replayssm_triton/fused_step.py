@@ -1,15 +1,16 @@
 """The decode step as one kernel: append, decays, scores, evaluation, and the fold of rows due.
 
-A program holds a tile of the state, some rows of one head of one batch row, in registers. All that
-it does is local to these rows but for the scores of keys, which every program computes for itself:
+Here are steps of several tokens, and the fold alone; a step of one is in `one_token`. A program
+holds a tile of the state, some rows of one head of one batch row, in registers. All that it does is
+local to these rows but for the scores of keys, which every program computes for itself:
 
     weights  the decay from each record to the end of the window
     reads    S r for every new q (and k, delta rule), in one pass over the tile
     scores   <k_j, r> of the window's and the new keys with the same vectors
     rows     replay of the window, the triangular solve, and the output
 
-A row whose window is full also folds: S <- S diag(exp G) + sum_j u_j k_j^T, record by record in
-float32, and the tile is written back. Whether to fold is read from the pointer in device memory.
+A row whose window is full also folds: S <- S diag(exp G) + sum_j u_j k_j^T, to float32 accuracy,
+and the tile is written back. Whether to fold is read from the pointer in device memory.
 
 Decays are kept as exponentials of sums of log-decays over segments that meet at the end of the
 window (all at most 1), so products of them neither overflow nor lose small gates behind large ones.
@@ -27,12 +28,12 @@ import triton
 import triton.language as tl
 
 from replayssm_triton.calls import launch
-from replayssm_triton.configs import Config, channels, choose, next_power_of_2
+from replayssm_triton.configs import Config, channels, choose, choose_one_token, next_power_of_2
+from replayssm_triton.one_token import replay_token_additive, replay_token_delta
+from replayssm_triton.parts import _fold, _load, _over_channels, _place, _slot, _vector
 
 # Records that are scored at once.
 BLOCK = 16
-# Records whose loads are in flight together in a fold.
-UNROLL = tl.constexpr(2)
 
 
 class Ring(NamedTuple):
@@ -67,57 +68,6 @@ class Rows(NamedTuple):
     length: Any
     num_new: Any
     fresh: Any
-
-
-@triton.jit
-def _slot(first, j, R: tl.constexpr):
-    """Slot of record j behind slot `first`, a multiple of 8."""
-    return (first + j // 8 * 8) % R + j % 8
-
-
-@triton.jit
-def _load(pointers, mask, WHOLE: tl.constexpr):
-    """Elements, zero where the mask is false; WHOLE says that it never is."""
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=mask, other=0.0)
-
-
-@triton.jit
-def _over_channels(x):
-    """Sum over the key channels of [rows, C, L]: C lies in registers of a thread."""
-    return tl.sum(tl.sum(x, axis=1), axis=1)
-
-
-@triton.jit
-def _vector(
-    pointer, i, live, N: tl.constexpr, STRIDE: tl.constexpr, C: tl.constexpr, L: tl.constexpr
-):
-    """N channels from i * STRIDE on, as float32 [1, C, L]; zero where not `live`.
-
-    They come in pairs, as words: of a load with fewer elements than there are threads Triton makes
-    one in every layout that its uses have. Of another it would make one, and move state tiles
-    through shared memory into the layout of that.
-    """
-    if N % 2 == 0 and L > 1:
-        dtype: tl.constexpr = pointer.dtype.element_ty
-        n = tl.arange(0, C)[None, :, None] * (L // 2) + tl.arange(0, L // 2)[None, None, :]
-        mask = (n < N // 2) & live
-        if dtype.primitive_bitwidth == 16:
-            words = pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
-            word = tl.load(words + i * (STRIDE // 2) + n, mask=mask, other=0)
-            low = word.to(tl.uint16).to(dtype, bitcast=True)
-            high = (word >> 16).to(tl.uint16).to(dtype, bitcast=True)
-        else:
-            words = pointer.to(tl.pointer_type(tl.uint64), bitcast=True)
-            word = tl.load(words + i * (STRIDE // 2) + n, mask=mask, other=0)
-            low = word.to(tl.uint32).to(dtype, bitcast=True)
-            high = (word >> 32).to(tl.uint32).to(dtype, bitcast=True)
-        return tl.interleave(low.to(tl.float32), high.to(tl.float32))
-    else:
-        n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
-        return tl.load(pointer + i * STRIDE + n, mask=(n < N) & live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -195,48 +145,6 @@ def _replay(r, key, record):
 
 
 @triton.jit
-def _fold(
-    tile, decays, keys, records, betas, first, filled, p, in_p,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """The tile with the records of the window folded, a few at a time from the oldest on."""
-    filled = tl.minimum(filled, W)
-    for turn in range(0, (filled + UNROLL - 1) // UNROLL):
-        if CHANNEL:
-            total = tl.zeros((1, C, L), tl.float32)
-        else:
-            total = 0.0
-        since = total
-        for more in tl.static_range(UNROLL):
-            j = turn * UNROLL + more
-            if CHANNEL:
-                total += _vector(decays, _slot(first, j, R), j < filled, N, H * N, C, L)
-            else:
-                total += tl.load(decays + _slot(first, j, R) * H, mask=j < filled, other=0.0)
-        tile = tile * tl.exp(total)
-        for back in tl.static_range(UNROLL):
-            j = turn * UNROLL + UNROLL - 1 - back
-            live = j < filled
-            slot = _slot(first, j, R)
-            key = _vector(keys, slot, live, N, G * N, C, L)
-            record = tl.load(
-                records + slot * (H * P) + p[:, None, None],
-                mask=in_p[:, None, None] & live,
-                other=0.0,
-            ).to(tl.float32)
-            if not DELTA:
-                record = record * tl.load(betas + slot * H, mask=live, other=0.0)
-            if CHANNEL:
-                tile += record * (key * tl.exp(since))
-                since += _vector(decays, slot, live, N, H * N, C, L)
-            else:
-                tile += (record * tl.exp(since)) * key
-                since += tl.load(decays + slot * H, mask=live, other=0.0)
-    return tile
-
-
-@triton.jit
 def _append(
     slot, kept, leads_head, leads_group, updates, k, v, g, beta, decays, keys, records, betas,
     n, in_n, p, in_p,
@@ -267,24 +175,6 @@ def _append(
     if not DELTA:
         tl.store(betas + slots * H, betas_new, mask=of_head)
     tl.store(keys + slots[:, None, None] * (G * N) + n, key, mask=of_key)
-
-
-@triton.jit
-def _place(
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    C: tl.constexpr, L: tl.constexpr,
-):  # fmt: skip
-    """Where this program is: batch row, head, group, part of the head; its rows and channels."""
-    parts: tl.constexpr = (P + ROWS - 1) // ROWS
-    program = tl.program_id(0)
-    part = program % parts
-    head = program // parts % H
-    b = (program // (parts * H)).to(tl.int64)
-    p = part * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, C)[None, :, None] * L + tl.arange(0, L)[None, None, :]
-    # Four channels a thread whatever their dtype: keys then lie as the state does.
-    n = tl.max_contiguous(n, [1, 1, 4 if L > 4 else L])
-    return b, head, head // (H // G), part, p, n
 
 
 @triton.jit
@@ -320,20 +210,9 @@ def _step_row(
     tile = _load(at_tile, mask, WHOLE)
     first, filled = tl.load(start + b), tl.load(length + b)
     is_fresh = tl.load(fresh + b) != 0
-    if T == 1:
-        key_now = _vector(k, 0, True, N, G * N, C, L)
-        query_now = _vector(q, 0, True, N, G * N, C, L)
-        value_now = tl.load(v + p, mask=in_p, other=0.0).to(tl.float32)
-        beta_now = tl.load(beta)
-        if CHANNEL:
-            gate_now = _vector(g, 0, True, N, H * N, C, L)
-        else:
-            gate_now = tl.load(g)
-        new_key = key_now
-    else:
-        place = token[:, None, None] * (G * N) + n
-        new_key = tl.load(k + place, mask=(token < T)[:, None, None] & in_n, other=0.0)
-        new_key = new_key.to(tl.float32)
+    place = token[:, None, None] * (G * N) + n
+    new_key = tl.load(k + place, mask=(token < T)[:, None, None] & in_n, other=0.0)
+    new_key = new_key.to(tl.float32)
     tl.debug_barrier()
 
     due = filled + real > W
@@ -358,36 +237,26 @@ def _step_row(
             total += _block_decay(decays, first, filled, i, n, in_n, H, R, N, CHANNEL, J)
     updates = tl.zeros((TP, ROWS), tl.float32)
     for t in range(0, T):
-        if T == 1:
-            gate, value, strength = gate_now, value_now, beta_now
+        value = tl.load(v + t * (H * P) + p, mask=in_p, other=0.0).to(tl.float32)
+        strength = tl.load(beta + t * H)
+        if CHANNEL:
+            gate = _vector(g, t, True, N, H * N, C, L)
         else:
-            value = tl.load(v + t * (H * P) + p, mask=in_p, other=0.0).to(tl.float32)
-            strength = tl.load(beta + t * H)
-            if CHANNEL:
-                gate = _vector(g, t, True, N, H * N, C, L)
-            else:
-                gate = tl.load(g + t * H)
+            gate = tl.load(g + t * H)
         # since: log-decay from the window's end to token t; apart: from each new token to it.
         since += gate
         scale = tl.exp(since)
         decayed = new_key
         if CHANNEL:
-            if T > 1:
-                apart = tl.where((token < t)[:, None, None], apart + gate, 0.0)
-                decayed = new_key * tl.exp(apart)
-        elif T > 1:
+            apart = tl.where((token < t)[:, None, None], apart + gate, 0.0)
+            decayed = new_key * tl.exp(apart)
+        else:
             apart = tl.where(token < t, apart + gate, 0.0)
         for c in tl.static_range(0 if DELTA else 1, 2):  # the token's k, then its q
-            if T == 1:
-                if c == 0:
-                    r = key_now
-                else:
-                    r = query_now
+            if c == 0:
+                r = _vector(k, t, True, N, G * N, C, L)
             else:
-                if c == 0:
-                    r = _vector(k, t, True, N, G * N, C, L)
-                else:
-                    r = _vector(q, t, True, N, G * N, C, L)
+                r = _vector(q, t, True, N, G * N, C, L)
             if CHANNEL:
                 seen = r * scale  # from the window's end
                 read = _over_channels(tile * (seen * tl.exp(total)))
@@ -407,25 +276,17 @@ def _step_row(
                     read += _replay(seen, key, record)
             if not CHANNEL:
                 read = read * scale
-            if T == 1:  # what follows, without zeros
-                if c == 0:
-                    value = value - read
-                else:
-                    value = value * strength
-                    updates = value[None, :]
-                    out = read + value * tl.sum(key_now * r)
+            score = _over_channels(decayed * r)
+            if not CHANNEL:
+                score = score * tl.exp(apart)
+            if c == 0:
+                score = tl.where(token < t, score, 0.0)
+                value = value - read - tl.sum(updates * score[:, None], axis=0)
             else:
-                score = _over_channels(decayed * r)
-                if not CHANNEL:
-                    score = score * tl.exp(apart)
-                if c == 0:
-                    score = tl.where(token < t, score, 0.0)
-                    value = value - read - tl.sum(updates * score[:, None], axis=0)
-                else:
-                    score = tl.where(token <= t, score, 0.0)
-                    value = value * strength
-                    updates = tl.where((token == t)[:, None], value[None, :], updates)
-                    out = read + tl.sum(updates * score[:, None], axis=0)
+                score = tl.where(token <= t, score, 0.0)
+                value = value * strength
+                updates = tl.where((token == t)[:, None], value[None, :], updates)
+                out = read + tl.sum(updates * score[:, None], axis=0)
         if MASKED:
             out = tl.where(t < real, out, 0.0)
         tl.store(output + t * (H * P) + p, out.to(output.dtype.element_ty), mask=in_p)
@@ -440,11 +301,10 @@ def _step_row(
         decays, keys, records, betas, n, in_n, p, in_p, H, G, P, N, R, DELTA, CHANNEL, TP,
     )  # fmt: skip
     if due:
-        folded = _fold(
-            tl.where(is_fresh, 0.0, tile) + outrun, decays, keys, records, betas, first, filled,
-            p, in_p, H, G, P, N, R, W, DELTA, CHANNEL, C, L,
+        _fold(
+            state, decays, keys, records, betas, first, filled, is_fresh, outrun, part, None, None,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1, False,
         )  # fmt: skip
-        tl.store(at_tile, folded, mask=mask)
 
 
 @triton.jit
@@ -516,25 +376,20 @@ def replay_fold(
     C: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Fold the rows `where`; under the delta rule `betas` is not read."""
-    b, head, group, _, p, n = _place(H, G, P, N, ROWS, C, L)
+    b, head, group, part, _, _ = _place(H, G, P, N, ROWS, C, L)
     if tl.load(where + b) != 0:
         GATES: tl.constexpr = N if CHANNEL else 1
-        in_n, in_p = n < N, p < P
-        at_tile = state + (b * H + head) * (P * N) + (p[:, None, None] * N + n)
-        mask = in_p[:, None, None] & in_n
-        tile = tl.load(at_tile, mask=mask, other=0.0)
-        first, filled = tl.load(start + b), tl.load(length + b)
-        tile = tl.where(tl.load(fresh + b) != 0, 0.0, tile)
-        tile += tl.where(filled > W, float("nan"), 0.0)
-        tile = _fold(
-            tile,
+        filled = tl.load(length + b)
+        _fold(
+            state + (b * H + head) * (P * N),
             decays + (b * R * H + head) * GATES,
             keys + (b * R * G + group) * N,
             records + (b * R * H + head) * P,
             betas + (b * R * H + head),
-            first, filled, p, in_p, H, G, P, N, R, W, DELTA, CHANNEL, C, L,
+            tl.load(start + b), filled, tl.load(fresh + b) != 0,
+            tl.where(filled > W, float("nan"), 0.0), part, None, None,
+            H, G, P, N, R, W, DELTA, CHANNEL, ROWS, 1, False,
         )  # fmt: skip
-        tl.store(at_tile, tile, mask=mask)
 
 
 def _constants(checkpoint: jax.Array, ring: Ring, window: int, config: Config) -> dict[str, int]:
@@ -555,11 +410,9 @@ def _constants(checkpoint: jax.Array, ring: Ring, window: int, config: Config) -
     )
 
 
-def _cut(checkpoint: jax.Array, config: Config | None) -> tuple[Config, int]:
-    """The cut, and its number of programs."""
-    batch, num_heads, value_dim, key_dim = checkpoint.shape
-    config = config or choose(batch * num_heads, value_dim, key_dim)
-    return config, batch * num_heads * -(-value_dim // config.rows)
+def _programs(checkpoint: jax.Array, config: Config) -> int:
+    batch, num_heads, value_dim, _ = checkpoint.shape
+    return batch * num_heads * -(-value_dim // (config.rows * config.tiles))
 
 
 def step(
@@ -590,22 +443,28 @@ def step(
     Returns:
       Outputs [B, T, H, P] in the dtype of v, the checkpoint and the ring.
     """
-    config, programs = _cut(checkpoint, config)
+    batch, num_heads, value_dim, key_dim = checkpoint.shape
     value = tokens[2]
     num_tokens = value.shape[1]
     delta = ring.update is not None
+    pick = choose_one_token if num_tokens == 1 else choose
+    config = config or pick(batch * num_heads, value_dim, key_dim)
+    if num_tokens == 1:
+        kernel = replay_token_delta if delta else replay_token_additive
+        how = dict(TILES=config.tiles, STAGES=config.stages, WARPS=config.num_warps, J=8)
+    else:
+        kernel = replay_step_delta if delta else replay_step_additive
+        how = dict(T=num_tokens, TP=next_power_of_2(num_tokens), J=BLOCK)
     in_place = [checkpoint, ring.log_decay, ring.key, ring.update if delta else ring.value]
     found = launch(
-        replay_step_delta if delta else replay_step_additive,
+        kernel,
         (*rows, *tokens),
         in_place if delta else [*in_place, ring.beta],
         [jax.ShapeDtypeStruct(value.shape, value.dtype)],
-        programs=programs,
+        programs=_programs(checkpoint, config),
         num_warps=config.num_warps,
-        T=num_tokens,
         MASKED=masked,
-        TP=next_power_of_2(num_tokens),
-        J=BLOCK,
+        **how,
         **_constants(checkpoint, ring, window, config),
     )
     output, checkpoint, log_decay, key, record, *beta = found
@@ -631,7 +490,8 @@ def fold(
       window: most committed records that a row may hold.
       config: None for the cut that `choose` finds.
     """
-    config, programs = _cut(checkpoint, config)
+    batch, num_heads, value_dim, key_dim = checkpoint.shape
+    config = config or choose(batch * num_heads, value_dim, key_dim)
     record = ring.value if ring.update is None else ring.update
     betas = ring.log_decay if ring.beta is None else ring.beta
     (checkpoint,) = launch(
@@ -639,7 +499,7 @@ def fold(
         (*rows, ring.log_decay, ring.key, record, betas),
         [checkpoint],
         [],
-        programs=programs,
+        programs=_programs(checkpoint, config),
         num_warps=config.num_warps,
         **_constants(checkpoint, ring, window, config),
     )

@@ -11,6 +11,7 @@ import triton.runtime.interpreter as interpreter
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
+from replayssm_triton import configs
 
 ON_KERNELS = {"implementation": "triton"}
 SHAPES = {
@@ -72,6 +73,24 @@ def steps_drafts_and_flushes(family, window):
     assert np.isnan(lost[0]).all(), "more records than the window holds must be loud"
 
 
+def several_tiles_for_a_program(family, window):
+    """As large batches have: a head in two tiles of 16 rows, the second with 12 of them."""
+    configs.FILLED, configs.REGISTERS = 0, 1
+    assert configs.choose_one_token(2, 28, SHAPES[family]["key_dim"])[:3] == (16, 1, 2)
+    spec = make_spec(family, window=window, **{**SHAPES[family], "value_dim": 28})
+    inputs = random_inputs(spec, 2, window + 2)
+    step = jax.jit(functools.partial(rs.step, spec, **ON_KERNELS))
+    initial = np.random.default_rng(0).standard_normal(spec.state_shape(2))
+    state = rs.init_state(spec, 2, jnp.asarray(initial, jnp.float32), layout="vk")
+    outputs = []
+    for t in range(window + 2):
+        output, state = step(poison_dead_slots(spec, state), tokens(inputs, t, t + 1))
+        outputs.append(output)
+    expected, expected_state = reference(spec, inputs, initial)
+    assert_close(jnp.concatenate(outputs, axis=1), expected, 1e-6)
+    assert_close(rs.materialize(spec, state), expected_state, 1e-6, name="state")
+
+
 def conventional_step(family):
     spec = make_spec(family, **SHAPES[family])
     inputs = random_inputs(spec, 2, 1)
@@ -88,3 +107,4 @@ if __name__ == "__main__":
     family, window = sys.argv[1], int(sys.argv[2])
     steps_drafts_and_flushes(family, window)
     conventional_step(family)
+    several_tiles_for_a_program(family, window)

@@ -17,9 +17,15 @@ from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 
 @contextlib.contextmanager
-def cut_as_for_large_batches():
-    """Within it, kernels for a few rows are built as those for many rows are."""
-    from pallas_kernels import configs
+def cut_as_for_large_batches(configs=None):
+    """Within it, kernels for a few rows are built as those for many rows are.
+
+    Args:
+      configs: the module of a package of kernels that has FILLED, the programs that fill a device;
+        None for that of the Mosaic kernels.
+    """
+    if configs is None:
+        from pallas_kernels import configs
     from replayssm_jax import kernels
 
     def forget():

@@ -90,15 +90,20 @@ def test_a_missing_package_is_named(monkeypatch, missing):
 @pytest.mark.parametrize("value_dim", [12, 64, 80, 96, 128])
 @pytest.mark.parametrize("heads", [1, 8192])
 def test_programs_cover_all_heads(heads, value_dim, key_dim):
-    rows, num_warps = configs.choose(heads, value_dim, key_dim)
     c, lanes = configs.channels(key_dim)
-    for n in (rows, num_warps, c, lanes):
-        assert n & (n - 1) == 0
     assert key_dim <= c * lanes < 2 * key_dim
-    assert rows * c * lanes <= configs.REGISTERS * 32 * num_warps
+    for choose in configs.choose, configs.choose_one_token:
+        rows, num_warps, tiles, _ = choose(heads, value_dim, key_dim)
+        for n in (rows, num_warps, tiles, c, lanes):
+            assert n & (n - 1) == 0
+        assert rows >= 16, "the least that a product on tensor cores takes"
+        assert rows == 16 or rows * c * lanes <= configs.REGISTERS * 32 * num_warps
+        if heads > 1:
+            part = rows * tiles
+            assert -value_dim % part <= value_dim / 4 or part <= 16
+    assert tiles == 1 or num_warps == 1, "a head is cut into parts before it has more warps"
+    rows, num_warps, *_ = configs.choose(heads, value_dim, key_dim)
     assert 32 * num_warps >= c * lanes, "Triton would choose layouts by the vectors"
-    if heads > 1:
-        assert -value_dim % rows <= value_dim / 4 or rows <= 16
 
 
 @pytest.mark.slow

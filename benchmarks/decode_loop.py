@@ -42,7 +42,8 @@ def make_model(family: str, args: argparse.Namespace) -> HybridLM:
         logit_scale=3 / (0.02 * math.sqrt(args.d_model)),
     )
     dtype = DTYPES[args.dtype]
-    make = nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype))
+    key = harness.random_key(0)
+    make = nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(key), dtype=dtype, param_dtype=dtype))
     return make()
 
 
@@ -79,7 +80,7 @@ def check(model: HybridLM, prompt: jax.Array, outputs: dict[str, Any], dtype: st
 def measure(
     model: HybridLM, batch: int, args: argparse.Namespace, tick: Callable[[], None]
 ) -> harness.Row:
-    prompt = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, args.vocab)
+    prompt = jax.random.randint(harness.random_key(1), (batch, args.prompt), 0, args.vocab)
     schemes = {"conventional": "recurrent", "replay": "replay"}
     contenders = {
         name: contender(model, prompt, tokens=args.tokens, decode=decode)

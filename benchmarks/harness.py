@@ -31,10 +31,6 @@ RESULTS = Path(__file__).parent / "results"
 K = TypeVar("K")
 V = TypeVar("V")
 
-# Philox. Of the default generator, fused into normal draws, a GPU's compiler makes minutes of work.
-jax.config.update("jax_default_prng_impl", "rbg")
-
-
 # A program that compiles in another thread; `result()` waits for it.
 Program = concurrent.futures.Future[jax.stages.Compiled]
 
@@ -308,6 +304,14 @@ def compile_all(
 def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:
     """Whether the device's memory was too small."""
     return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def random_key(seed: Any) -> jax.Array:
+    """A key of the Philox generator.
+
+    Of JAX's default one, fused into normal draws, a GPU's compiler makes minutes of work.
+    """
+    return jax.random.key(seed, impl="rbg")
 
 
 def use_all_memory() -> None:

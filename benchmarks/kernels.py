@@ -44,7 +44,7 @@ OUTPUT_LIMITS |= {"float8_e4m3fn": 6e-2, "float8_e5m2": 1e-1}
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_tokens(spec: rs.ReplaySpec, batch: int, tokens: int, seed: int) -> rs.TokenInputs:
     """Inputs as a layer makes them, on the device: unit keys, decays from 1 down to none."""
-    q, k, v, g, beta = jax.random.split(jax.random.key(seed), 5)
+    q, k, v, g, beta = jax.random.split(harness.random_key(seed), 5)
     lead = (batch, tokens)
     keys = jax.random.normal(k, (*lead, spec.num_groups, spec.key_dim))
     keys = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)

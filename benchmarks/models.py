@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Any
 
+import harness
 import jax.numpy as jnp
 from flax import nnx
 
@@ -106,7 +107,8 @@ def make_model(config: HybridConfig, dtype: Any) -> HybridLM:
     # Logits with a standard deviation of about 3, so that the layers decide on the tokens.
     head = 0.02 if config.tie_embeddings else config.d_model**-0.5
     config = dataclasses.replace(config, logit_scale=3 / (head * math.sqrt(config.d_model)))
-    build = nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype))
+    key = harness.random_key(0)
+    build = nnx.jit(lambda: HybridLM(config, rngs=nnx.Rngs(key), dtype=dtype, param_dtype=dtype))
     return build()
 
 

@@ -156,7 +156,7 @@ def make_model(config: HybridConfig, dtype: Any) -> HybridLM:
         return nnx.to_pure_dict(nnx.state(HybridLM(short, **kw, rngs=nnx.Rngs(key))))
 
     graphdef, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, **kw, rngs=nnx.Rngs(0))))
-    first, *keys = jax.random.split(jax.random.key(0), len(config.blocks) + 1)
+    first, *keys = jax.random.split(harness.random_key(0), len(config.blocks) + 1)
     drawn = ends(first)
     drawn["blocks"] = {
         i: block(*one) for i, one in enumerate(zip(config.blocks, keys, strict=True))

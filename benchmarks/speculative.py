@@ -351,7 +351,7 @@ def random_cases(name: str, args: argparse.Namespace) -> Iterator[Case]:
     wide = {tokens: models.with_room_for(model, tokens) for tokens in args.tokens}
     vocab = config.vocab_size
     for batch in sorted(args.batch):
-        prompt = jax.random.randint(jax.random.key(1), (batch, args.prompt), 0, vocab)
+        prompt = jax.random.randint(harness.random_key(1), (batch, args.prompt), 0, vocab)
         for tokens, rate in itertools.product(args.tokens, args.rate):
             yield Case(
                 f"{name}, {len(config.blocks)} layers, T={tokens}, rate {rate:g}, {args.dtype}",

@@ -133,14 +133,15 @@ def check_read_copies(make, implementation, names):
         expected, wanted = run_with_copy(spec, "xla", inputs, initial)
         for output, right in zip(outputs, expected, strict=True):
             assert_close(output, right, seen, name=f"output, {name}")
-        assert_close(state.checkpoint[0], wanted.checkpoint[0], 1e-6, name=f"checkpoint, {name}")
+        # Both fold twice in float32, of 64 records with updates that follow from each other.
+        assert_close(state.checkpoint[0], wanted.checkpoint[0], 2e-6, name=f"checkpoint, {name}")
         found, right = (decode(x.read_copy, jnp.float32)[0] for x in (state, wanted))
         assert_close(found, right, 4 * unit, name=f"copy, {name}")
         if isinstance(state.read_copy, Scaled):
             scales = state.read_copy.scale[0], wanted.read_copy.scale[0]
             assert_close(*scales, 1e-6, name=f"scale, {name}")
         full = rs.materialize(spec, state), rs.materialize(spec, wanted)
-        assert_close(*full, 1e-6, name=f"state, {name}")
+        assert_close(*full, 2e-6, name=f"state, {name}")
         checkpoints.append(state.checkpoint)
     for checkpoint in checkpoints[1:]:
         np.testing.assert_array_equal(checkpoint, checkpoints[0])

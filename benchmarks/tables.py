@@ -131,6 +131,22 @@ def kernel_table(record: Record) -> str:
     return markdown(head, (cells(name, case) for name, case in grouped.items()))
 
 
+def implementations_table(record: Record) -> str:
+    """Microseconds of a step by each implementation, and by the fastest conventional one."""
+    names = list(dict.fromkeys(row["implementation"] for row in record["rows"]))
+    grouped: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        grouped.setdefault((label(row), row["batch"]), {})[row["implementation"]] = row
+
+    def cells(name: str, batch: int, case: Mapping[str, Any]) -> list[str]:
+        conventional = next(iter(case.values()))["baseline_us"]
+        times = [f"{case[n]['us']:.1f}" if n in case else "" for n in names]
+        return [name, str(batch), f"{conventional:.1f}", *times]
+
+    head = ["us of a step", "batch", "conventional", *names]
+    return markdown(head, (cells(*key, case) for key, case in grouped.items()))
+
+
 def window_table(record: Record) -> str:
     """Mean and longest step of a window, rows together and at spread fills."""
     head = ["us of a step", "batch", "conventional", "mean", "longest", "staggered rows"]
@@ -289,6 +305,7 @@ def largest_batch_table(record: Record) -> str:
 
 TABLES: dict[str, Callable[[Record], str]] = {
     "kernels": kernel_table,
+    "implementations": implementations_table,
     "window": window_table,
     "sharded": sharded_table,
     "sharded-summary": sharded_summary,

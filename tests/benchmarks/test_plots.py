@@ -69,6 +69,18 @@ def test_kernel_table():
     ]
 
 
+def test_implementations_table():
+    rows = [
+        row(us, 75.0, batch=256, implementation=name, **GDN)
+        for us, name in ((50.0, "triton"), (45.0, "mosaic_gpu"))
+    ]
+    assert tables.implementations_table(record(*rows)).splitlines() == [
+        "| us of a step | batch | conventional | triton | mosaic_gpu |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| GDN, 32 heads | 256 | 75.0 | 50.0 | 45.0 |",
+    ]
+
+
 def test_window_table():
     """An empty window is no step of a running loop: after a flush the new record is there."""
     assert tables.window_table(FILLS).splitlines()[2] == (

@@ -1,6 +1,6 @@
 """Pictures and tables of benchmark results, for the README and the documentation.
 
-    python benchmarks/plots.py                # all of benchmarks/results/, and the documents
+    python benchmarks/plots.py                # what the documents show, and the documents
     python benchmarks/plots.py RESULTS.json   # these alone, documents left as they are
 
 `kernels.py` gives speed-up and fraction of the read bandwidth over the batch, its `--fills` the
@@ -25,7 +25,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = {
     "README.md": "",
     "docs/kernels.md": "../",
@@ -190,17 +189,21 @@ def draw(path: Path, folder: Path) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("results", type=Path, nargs="*", help="default: all, and the documents")
+    parser.add_argument(
+        "results", type=Path, nargs="*", help="default: what the documents show, and these"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / tables.IMAGES, help="folder of pictures")
     args = parser.parse_args(argv)
-    for path in args.results or sorted(RESULTS.glob("*.json")):
+    shown = "".join((ROOT / name).read_text() for name in DOCUMENTS)
+    of_documents = [tables.RESULTS / file for file in tables.pictured(shown)]
+    for path in args.results or of_documents:
         out = draw(path, args.out)
         if out is not None:
             print(out)
     if not args.results:
         for name, to_root in DOCUMENTS.items():
             text = (ROOT / name).read_text()
-            written = tables.fill_sections(text, RESULTS, to_root)
+            written = tables.fill_sections(text, tables.RESULTS, to_root)
             if written != text:
                 (ROOT / name).write_text(written)
                 print(ROOT / name)

@@ -24,6 +24,7 @@ FAMILIES = {"mamba2": "Mamba-2", "gated_delta_net": "GDN", "kda": "KDA"}
 # What a case may end with where it is not the plain one.
 FORMS = ("staggered", "own pointers")
 IMAGES = Path("docs/images")
+RESULTS = Path(__file__).parent / "results"
 
 _SECTION = re.compile(
     r"(?P<begin><!-- benchmarks: (?P<kind>\S+) (?P<file>\S+) -->\n)(?P<body>.*?)"
@@ -323,6 +324,12 @@ PICTURES = {
     "window-picture": "Time of a step at each fill of the window: rows that flush together, "
     "staggered rows, and conventional decoding",
 }
+
+
+def pictured(text: str) -> list[str]:
+    """Results files whose pictures a document shows, those that there are."""
+    found = {match["file"] for match in _SECTION.finditer(text) if match["kind"] in PICTURES}
+    return sorted(file for file in found if (RESULTS / file).exists())
 
 
 def fill_sections(text: str, results: Path, to_root: str = "") -> str:

@@ -367,13 +367,16 @@ def run_groups(
     options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
     rows: list[Row] = []
     refused = False
-    for found in (_side_by_side if args.side_by_side else _one_by_one)(names, steps, args):
-        rows += found.rows
-        refused |= found.refused
-        for line in found.words:
-            console.print(line, highlight=False, soft_wrap=True)
-        if rows:  # a run that is cut short leaves what it measured
-            path = save(args.name, rows, options, args.out, add=args.add)
+    with progress(console) as bar:
+        task = bar.add_task(f"compile {', '.join(names)}", total=None)
+        for found in (_side_by_side if args.side_by_side else _one_by_one)(names, steps, args):
+            rows += found.rows
+            refused |= found.refused
+            for line in found.words:
+                console.print(line, highlight=False, soft_wrap=True)
+                bar.update(task, description=line, advance=1)
+            if rows:  # a run that is cut short leaves what it measured
+                path = save(args.name, rows, options, args.out, add=args.add)
     if rows:
         console.print(f"written to {path}")
     return rows, refused

@@ -175,7 +175,7 @@ def draw(path: Path, folder: Path) -> Path | None:
     with style():
         if tables.is_fills(record):
             figure = draw_window(record)
-        elif tables.is_kernels(record):
+        elif tables.is_kernels(record) and tables.plain(record):
             figure = draw_kernels(record)
         elif tables.is_speculative(record):
             figure = draw_speculative(record)
@@ -193,10 +193,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, nargs="*", help="default: all, and the documents")
     parser.add_argument("--out", type=Path, default=ROOT / tables.IMAGES, help="folder of pictures")
     args = parser.parse_args(argv)
+    missing = [str(path) for path in args.results if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}")
     for path in args.results or sorted(RESULTS.glob("*.json")):
         out = draw(path, args.out)
         if out is not None:
             print(out)
+        elif args.results:
+            print(f"{path}: has no picture")
     if not args.results:
         for name, to_root in DOCUMENTS.items():
             text = (ROOT / name).read_text()

@@ -6,6 +6,7 @@ one untimed run of each, times all of them in turns, and saves a `Row` for each.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import json
@@ -185,6 +186,17 @@ def row(timing: Timing, baseline: Timing, **facts: Any) -> Row:
         speedup=baseline.us / timing.us,
         **facts,
     )
+
+
+def count(text: str) -> int:
+    """An option that counts something: an integer of at least 1."""
+    try:
+        found = int(text)
+    except ValueError:
+        found = 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, found {text!r}")
+    return found
 
 
 def device_name() -> str:

@@ -211,6 +211,11 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
     )
 
 
+def flush_period(window: int, tokens: int, accepted: int) -> int:
+    """Steps from one flush to the next, where each brings and accepts as many tokens."""
+    return (window - tokens) // accepted + 1
+
+
 class Case:
     """Each replay implementation against the fastest conventional step; compiles when made."""
 
@@ -233,8 +238,8 @@ class Case:
             layer, window=self.window, max_tokens=tokens, read_dtype=read_dtype
         )
         self.count = args.layers or (4 if batch >= 64 else 24)
-        # Enough of them that the call itself does not count.
-        steps = (4 if batch >= 64 else 16) * self.window // accepted
+        # Enough of them that the call itself does not count, and whole times from flush to flush.
+        steps = (4 if batch >= 64 else 16) * flush_period(self.window, tokens, accepted)
         self.calls = steps * self.count
         self.checks = {
             name: Check(self.spec, batch, name, tokens, accepted, ahead)
@@ -395,12 +400,13 @@ class Fills:
             )
 
 
-def runnable(implementation: str, layer: str) -> bool:
+def why_not(implementation: str, layer: str) -> str | None:
+    """Why an implementation does not run here; None where it does."""
     try:
         dispatch.resolve(implementation, layers.make_spec(layer), 1)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def cases_of(
@@ -429,8 +435,10 @@ def cases_of(
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layer", choices=layers.LAYERS, nargs="+", default=list(layers.LAYERS))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1], help="tokens of a step")
+    parser.add_argument("--batch", type=harness.count, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument(
+        "--tokens", type=harness.count, nargs="+", default=[1], help="tokens of a step"
+    )
     parser.add_argument(
         "--accepted",
         choices=("all", "half"),
@@ -439,7 +447,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of several tokens; the baseline keeps a snapshot of the state for each",
     )
     parser.add_argument(
-        "--window", type=int, nargs="+", help="default: 16, or 32 for more than 4 tokens"
+        "--window", type=harness.count, nargs="+", help="default: 16, or 32 for more than 4 tokens"
     )
     parser.add_argument(
         "--read-dtype",
@@ -448,7 +456,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["none"],
         help="of a read copy; the baseline has none",
     )
-    parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
+    parser.add_argument(
+        "--layers", type=harness.count, help="layers in the loop; default: 24, or 4 from 64"
+    )
     parser.add_argument(
         "--implementation",
         choices=IMPLEMENTATIONS,
@@ -471,7 +481,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="a process for each layer and number of tokens, to compile sooner",
     )
-    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
+    parser.add_argument(
+        "--repeats", type=harness.count, default=7, help="timed runs of each contender"
+    )
     parser.add_argument("--name", default="kernels", help="of the JSON file")
     parser.add_argument(
         "--add", action="store_true", help="keep the other cases that the JSON file holds"
@@ -480,10 +492,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")
+    if args.fills:
+        fixed = ("tokens", "accepted", "window", "read_dtype", "forms", "baseline")
+        changed = [name for name in fixed if getattr(args, name) != parser.get_default(name)]
+        if changed:
+            names = ", ".join("--" + name.replace("_", "-") for name in changed)
+            parser.error(f"--fills times one token with a window of 16, found {names}")
+    for count, window in itertools.product(args.tokens, args.window or [32]):
+        if count > window:
+            parser.error(f"--tokens must fit in the window of {window}, found {count}")
+    if not list(cases_of(args)):
+        parser.error("--accepted half needs --tokens of at least 2, found 1")
     args.implementation = args.implementation or [
-        name for name in IMPLEMENTATIONS if runnable(name, args.layer[0])
+        name for name in IMPLEMENTATIONS if why_not(name, args.layer[0]) is None
     ]
     args.baseline = args.baseline or args.implementation
+    for name in {*args.implementation, *args.baseline}:
+        if reason := why_not(name, args.layer[0]):
+            parser.error(reason)
     return args
 
 

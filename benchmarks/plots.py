@@ -174,7 +174,7 @@ def draw(path: Path, folder: Path) -> Path | None:
     with style():
         if tables.is_fills(record):
             figure = draw_window(record)
-        elif tables.is_kernels(record):
+        elif tables.is_kernels(record) and tables.plain(record):
             figure = draw_kernels(record)
         elif tables.is_speculative(record):
             figure = draw_speculative(record)
@@ -194,12 +194,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / tables.IMAGES, help="folder of pictures")
     args = parser.parse_args(argv)
+    missing = [str(path) for path in args.results if not path.is_file()]
+    if missing:
+        parser.error(f"no such file: {', '.join(missing)}")
     shown = "".join((ROOT / name).read_text() for name in DOCUMENTS)
     of_documents = [tables.RESULTS / file for file in tables.pictured(shown)]
     for path in args.results or of_documents:
         out = draw(path, args.out)
         if out is not None:
             print(out)
+        elif args.results:
+            print(f"{path}: has no picture")
     if not args.results:
         for name, to_root in DOCUMENTS.items():
             text = (ROOT / name).read_text()

@@ -431,18 +431,32 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=[*models.MODELS, "trained"], nargs="+", default=names)
     parser.add_argument("--family", choices=TRAINED, nargs="+", default=TRAINED, help="of trained")
     parser.add_argument("--layers", type=int, default=8, help="blocks of random models, 0 for all")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2, 4, 8], help="T = 1 + drafts")
+    parser.add_argument("--batch", type=harness.count, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument(
+        "--tokens", type=harness.count, nargs="+", default=[2, 4, 8], help="T = 1 + drafts"
+    )
     parser.add_argument(
         "--rate", type=float, nargs="+", default=[0.7], help="acceptance of a draft, if all before"
     )
     parser.add_argument("--dtype", choices=models.DTYPES, default="bfloat16", help="random models")
-    parser.add_argument("--window", type=int, default=16, help="replay window of random models")
-    parser.add_argument("--passes", type=int, default=64, help="passes, or tokens of plain schemes")
-    parser.add_argument("--prompt", type=int, default=16, help="tokens of random models' prompts")
-    parser.add_argument("--prompt-bytes", type=int, default=512, help="prompts of trained models")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each scheme")
-    parser.add_argument("--threads", type=int, default=8, help="programs compiled side by side")
+    parser.add_argument(
+        "--window", type=harness.count, default=16, help="replay window of random models"
+    )
+    parser.add_argument(
+        "--passes", type=harness.count, default=64, help="passes, or tokens of plain schemes"
+    )
+    parser.add_argument(
+        "--prompt", type=harness.count, default=16, help="tokens of random models' prompts"
+    )
+    parser.add_argument(
+        "--prompt-bytes", type=harness.count, default=512, help="prompts of trained models"
+    )
+    parser.add_argument(
+        "--repeats", type=harness.count, default=5, help="timed runs of each scheme"
+    )
+    parser.add_argument(
+        "--threads", type=harness.count, default=8, help="programs compiled side by side"
+    )
     parser.add_argument(
         "--side-by-side", action="store_true", help="a process for each model, to compile sooner"
     )
@@ -450,6 +464,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     parser.add_argument("--add", action="store_true", help="keep the file's rows of other cases")
     args = parser.parse_args(argv)
+    if args.layers < 0:
+        parser.error(f"--layers must be at least 0, found {args.layers}")
     args.layers = args.layers or None
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")

@@ -72,7 +72,7 @@ def label(row: Mapping[str, Any]) -> str:
 
 
 def plain(record: Record) -> dict[str, dict[int, Mapping[str, Any]]]:
-    """Rows of whole windows by label and batch: the fastest implementation that was asked for.
+    """Rows of whole windows by label and batch, of the implementation that comes first by default.
 
     Rows at spread fills, with other pointers and of single steps are left out.
     """
@@ -82,7 +82,7 @@ def plain(record: Record) -> dict[str, dict[int, Mapping[str, Any]]]:
         if "fill" not in row["extra"] and not row["case"].endswith(tuple(f", {f}" for f in FORMS))
     ]
     names = {row["implementation"] for row in rows}
-    wanted = "mosaic_gpu" if "mosaic_gpu" in names else "xla"
+    wanted = next((name for name in ("mosaic_gpu", "triton") if name in names), "xla")
     grouped: dict[str, dict[int, Mapping[str, Any]]] = {}
     for row in rows:
         if row["implementation"] == wanted:

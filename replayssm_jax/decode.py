@@ -348,6 +348,8 @@ def _verify(
     key_reads, query_reads = window.read_past(spec, source, pointer.fresh, past, tokens, pairs)
     update = window.solve_updates(spec, tokens, pairs, key_reads)
     output = window.evaluate(spec, pairs, update, query_reads)
+    if valid is not None:  # not by the zeros of their q: a state may hold NaN
+        output = jnp.where(valid[:, :, None, None], output, 0)
     if pointer.phase is not None:
         # A body that steps one state twice outruns the window: loud from this token on, and what
         # reads or folds such a state later is NaN too, see `committed_records`.

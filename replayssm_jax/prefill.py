@@ -128,9 +128,10 @@ def _prefill(
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(batch_size, -1, *outputs.shape[3:])
     outputs = outputs[:, :num_tokens].astype(inputs.v.dtype)
     if lost is not None:
-        shown = lost if valid is None else lost & valid
-        outputs = jnp.where(shown[:, :, None, None], jnp.nan, outputs)
+        outputs = jnp.where(lost[:, :, None, None], jnp.nan, outputs)
         after = jnp.where(lost[:, -1].reshape(-1, 1, 1, 1), jnp.nan, after)
+    if valid is not None:  # not by the zeros of their q: a state may hold NaN
+        outputs = jnp.where(valid[:, :, None, None], outputs, 0)
     touched = None
     if valid is not None and pointer.is_ragged:
         touched = jnp.any(valid, axis=1)

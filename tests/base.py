@@ -306,6 +306,21 @@ class CoreSuite:
             assert_close(np.concatenate(outputs[row])[None], expected)
             assert_close(states[row : row + 1], expected_state, name="state")
 
+    def test_no_token_no_output_whatever_the_state_holds(self, family):
+        """Zero past a row's length, also where its state is not finite: zero times NaN is NaN."""
+        spec = self.make_spec(family, window=9, max_tokens=4)
+        initial = np.zeros(spec.state_shape(3), np.float32)
+        initial[:, 0, 1], initial[:, 0, 2, 0] = np.nan, np.inf
+        state = rs.init_state(spec, 3, initial, layout="vk", ragged=True)
+        draft, lengths = random_inputs(spec, 3, 4), np.array([0, 1, 4])
+        real = np.arange(4) < lengths[:, None]
+        for run in self.jitted["verify"], jax.jit(rs.prefill, static_argnums=0):
+            output, _ = run(spec, state, draft, lengths)
+            bad = np.zeros(output.shape, bool)
+            bad[:, :, 0, 1:3] = real[:, :, None]
+            np.testing.assert_array_equal(~np.isfinite(output), bad)
+            assert not np.asarray(output)[~real].any()
+
     # Storage
 
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

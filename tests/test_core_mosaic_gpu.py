@@ -45,12 +45,6 @@ class TestMosaicGpu(KernelSuite):
         make = functools.partial(self.make_spec, family, window=window)
         check_read_copies(make, self.implementation, ["bfloat16"])
 
-
-@pytest.fixture(scope="class")
-def wide_programs():
-    with cut_as_for_large_batches():
-        yield
-
     @pytest.mark.parametrize("value_dim, key_dim", [(80, 96), (96, 128), (128, 64)])
     def test_head_dims_with_a_read_copy(self, value_dim, key_dim):
         """Tiles of several heads under the delta rule, and bf16 keys."""
@@ -62,6 +56,12 @@ def wide_programs():
             key_dim=key_dim,
         )
         check_read_copies(make, self.implementation, ["float8_e4m3fn"])
+
+
+@pytest.fixture(scope="class")
+def wide_programs():
+    with cut_as_for_large_batches():
+        yield
 
 
 @pytest.mark.usefixtures("wide_programs")

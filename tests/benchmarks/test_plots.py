@@ -81,6 +81,17 @@ def test_implementations_table():
     ]
 
 
+def test_kernel_table_of_a_device_without_mosaic():
+    """It shows what runs there by default, Triton before XLA."""
+    facts = dict(case=GDN["case"], family=GDN["family"])
+    rows = [
+        row(us, 75.0, implementation=name, **facts) for name, us in (("xla", 90), ("triton", 50))
+    ]
+    assert tables.kernel_table(record(*rows)).splitlines()[2] == (
+        "| GDN, 32 heads | 75.0 → 50.0 (1.50x) | 50% |"
+    )
+
+
 def test_window_table():
     """An empty window is no step of a running loop: after a flush the new record is there."""
     assert tables.window_table(FILLS).splitlines()[2] == (
@@ -211,18 +222,26 @@ def test_kinds_of_results():
         assert sum(kind(found) for kind in kinds) <= 1
 
 
-def test_pictures(tmp_path):
+def test_pictures(tmp_path, capsys):
     plots = pytest.importorskip("plots", reason="needs matplotlib", exc_type=ImportError)
     assert plots.DOCUMENTS == DOCUMENTS
-    for name, found in (("kernels", KERNELS), ("fills", FILLS), ("other", record())):
+    staggered = record(row(9.0, 9.0, **GDN | {"case": f"{GDN['case']}, staggered"}))
+    records = {"kernels": KERNELS, "fills": FILLS, "other": record(), "staggered": staggered}
+    for name, found in records.items():
         (tmp_path / f"{name}.json").write_text(harness.json.dumps(found))
     out = tmp_path / "images"
     first = plots.draw(tmp_path / "kernels.json", out).read_bytes()
     assert plots.draw(tmp_path / "kernels.json", out).read_bytes() == first
     assert len(first) < 100_000
     assert plots.draw(tmp_path / "other.json", out) is None
+    assert plots.draw(tmp_path / "staggered.json", out) is None
     assert plots.main([str(tmp_path / "fills.json"), "--out", str(out)]) == 0
     assert {path.name for path in out.iterdir()} == {"kernels.svg", "fills.svg"}
+    assert plots.main([str(tmp_path / "other.json"), "--out", str(out)]) == 0
+    assert "other.json: has no picture" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        plots.main([str(tmp_path / "none.json")])
+    assert "no such file" in capsys.readouterr().err
 
 
 def test_what_pictures_show():

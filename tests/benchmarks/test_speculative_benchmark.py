@@ -148,6 +148,8 @@ def test_impossible_options_are_refused(capsys):
         (["--passes", "20"], "whole windows of 16"),
         (["--rate", "1.5"], "in [0, 1]"),
         (["--repeats", "1"], "no spread"),
+        (["--batch", "0"], "at least 1, found '0'"),
+        (["--layers", "-1"], "at least 0, found -1"),
     ]:
         with pytest.raises(SystemExit):
             speculative.parse(options)

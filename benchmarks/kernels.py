@@ -317,6 +317,7 @@ class Case:
                     "accepted": self.accepted,
                     "layers": self.count,
                     "baseline": fastest[1],
+                    "read_bandwidth": args.bandwidth,
                     "conventional_us": {name: t.us for (_, name), t in baselines.items()},
                 },
                 **facts(self.layer, self.spec, self.batch, self.tokens),

@@ -1,7 +1,8 @@
 """What the benchmarks share: interleaved timing, medians and spread, a correctness gate, JSON rows.
 
-A benchmark makes a `Contender` of its baseline and of each implementation, checks the results of
-one untimed run of each, times all of them in turns, and saves a `Row` for each.
+All programs compile side by side before the first is timed. A benchmark makes a `Contender` of its
+baseline and of each implementation, checks the results of one untimed run of each, times all of
+them in turns, and saves a `Row` for each.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -39,12 +41,16 @@ Program = concurrent.futures.Future[jax.stages.Compiled]
 class Compiler:
     """Compiles programs side by side, all before the first is timed: as a context it waits."""
 
-    def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    def __init__(self, threads: int | None = None) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count())
 
     def __call__(self, jitted: Any, *args: Any) -> Program:
         """Lower a jitted function for arguments (arrays or shapes), and begin to compile it."""
-        return self._pool.submit(jitted.lower(*args).compile)
+        return self.submit(jitted.lower(*args))
+
+    def submit(self, lowered: Any, finish: Callable[[Any], Any] = lambda compiled: compiled) -> Any:
+        """Begin to compile; a future of what `finish` makes of the compiled program."""
+        return self._pool.submit(lambda: finish(lowered.compile()))
 
     def __enter__(self) -> Compiler:
         return self
@@ -199,6 +205,14 @@ def count(text: str) -> int:
     return found
 
 
+def check_tokens(parser: argparse.ArgumentParser, tokens: Sequence[int], window: int) -> None:
+    """Refuse tokens of a pass that hold no draft, or do not fit in the window."""
+    if min(tokens) < 2:
+        parser.error(f"--tokens must be at least 2, one draft, found {min(tokens)}")
+    if max(tokens) > window:
+        parser.error(f"--tokens must fit in the window of {window}, found {max(tokens)}")
+
+
 def device_name() -> str:
     """Name of the device for file names; a CPU says its architecture and cores."""
     device = jax.devices()[0]
@@ -300,17 +314,20 @@ def compile_all(
       For each key what `finish` returned, or the error where there is no memory to compile it.
     """
 
-    def job(key: K, lowered: Any) -> V | jax.errors.JaxRuntimeError:
+    def found(job: concurrent.futures.Future[V]) -> V | jax.errors.JaxRuntimeError:
         try:
-            return finish(key, lowered.compile())
+            return job.result()
         except jax.errors.JaxRuntimeError as error:
             if not does_not_fit(error):
                 raise
             return error
 
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        jobs = {key: pool.submit(job, key, lower()) for key, lower in lowerings.items()}
-        return {key: job.result() for key, job in jobs.items()}
+    with Compiler(threads) as ahead:
+        jobs = {
+            key: ahead.submit(lower(), functools.partial(finish, key))
+            for key, lower in lowerings.items()
+        }
+    return {key: found(job) for key, job in jobs.items()}
 
 
 def does_not_fit(error: jax.errors.JaxRuntimeError) -> bool:

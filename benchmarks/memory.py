@@ -218,10 +218,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="file of the plot")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
-    if min(args.tokens) < 2:
-        parser.error(f"--tokens must be at least 2, one draft, found {min(args.tokens)}")
-    if max(args.tokens) > args.window:
-        parser.error(f"--tokens must fit in the window of {args.window}, found {max(args.tokens)}")
+    harness.check_tokens(parser, args.tokens, args.window)
     return args
 
 

@@ -469,10 +469,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.layers = args.layers or None
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")
-    if min(args.tokens) < 2:
-        parser.error(f"--tokens must be at least 2, one draft, found {min(args.tokens)}")
-    if max(args.tokens) > args.window:
-        parser.error(f"--tokens must fit in the window of {args.window}, found {max(args.tokens)}")
+    harness.check_tokens(parser, args.tokens, args.window)
     if args.passes % args.window:
         parser.error(f"--passes must be whole windows of {args.window}, found {args.passes}")
     if not all(0 <= rate <= 1 for rate in args.rate):

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 from kernel_cases import (
     KernelSuite,
+    OtherCut,
     check_read_copies,
     check_snapshots,
     cut_as_for_large_batches,
@@ -65,17 +66,5 @@ def wide_programs():
 
 
 @pytest.mark.usefixtures("wide_programs")
-class TestMosaicGpuWide(TestMosaicGpu):
-    # Nothing in these depends on the cut, or they are large themselves.
+class TestMosaicGpuWide(OtherCut, TestMosaicGpu):
     test_longer_windows_with_a_read_copy = None
-    test_bf16_outputs_do_not_drift = None
-    test_dtypes_are_kept = None
-    test_jit_equals_eager = None
-    test_nested_vmap_of_scan = None
-    test_prefill_into_a_ring_that_is_not_empty = None
-    test_resets_forget_everything_before = None
-    test_rows_times_heads_beyond_a_grid_axis = None
-    test_more_than_two_to_the_31_elements = None
-    test_vmap_equals_the_batched_step = None
-    test_windowed_scan_equals_scan = None
-    test_windowed_while_loop = None

@@ -6,7 +6,7 @@ The latter are cut as those of large batches: into programs of one warp that hav
 from typing import ClassVar
 
 import pytest
-from kernel_cases import KernelSuite, cut_as_for_large_batches
+from kernel_cases import KernelSuite, OtherCut, cut_as_for_large_batches
 
 from replayssm_triton import calls, configs
 
@@ -28,7 +28,7 @@ def large_programs():
 
 
 @pytest.mark.usefixtures("large_programs")
-class TestTritonWhole(TestTriton):
+class TestTritonWhole(OtherCut, TestTriton):
     """Tiles without masks, and several of them for a head."""
 
     dims: ClassVar = {
@@ -37,16 +37,4 @@ class TestTritonWhole(TestTriton):
         "kda": dict(value_dim=64, key_dim=128),
         "gla": dict(value_dim=64, key_dim=32),
     }
-    # Nothing in these depends on the cut, or they are large themselves.
-    test_bf16_outputs_do_not_drift = None
-    test_dtypes_are_kept = None
     test_head_dims = None
-    test_jit_equals_eager = None
-    test_nested_vmap_of_scan = None
-    test_prefill_into_a_ring_that_is_not_empty = None
-    test_resets_forget_everything_before = None
-    test_rows_times_heads_beyond_a_grid_axis = None
-    test_more_than_two_to_the_31_elements = None
-    test_vmap_equals_the_batched_step = None
-    test_windowed_scan_equals_scan = None
-    test_windowed_while_loop = None

@@ -162,7 +162,7 @@ class Fold(Solve):
 
         if self.c.heads == 1:
             return of_head(0)
-        head = i * TILE // rows
+        head = lax.div(i * TILE, rows)
         weights = of_head(head)
         others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)

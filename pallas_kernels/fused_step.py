@@ -523,7 +523,7 @@ class Step(Fold):
             return sums
 
         sums = (zeros(self.shape, self.layout),) * p.num_columns
-        return list(lax.fori_loop(0, (self.length + CHUNK - 1) // CHUNK, add_chunk, sums))
+        return list(lax.fori_loop(0, lax.div(self.length + CHUNK - 1, CHUNK), add_chunk, sums))
 
     def finish(self, folded: bool) -> None:
         """Updates and outputs of the new tokens, row by row."""
@@ -574,7 +574,7 @@ class Step(Fold):
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         first = self.start + self.length
         if folded:
-            first = (first + 7) // 8 * 8
+            first = lax.div(first + 7, 8) * 8
 
         value = load(sm.v.at[t], self.layout) if p.keeps_raw_values else None
 

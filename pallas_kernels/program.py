@@ -23,13 +23,14 @@ class Program:
         p, c = problem, config
         self.p, self.c, self.state = p, c, state
 
+        # lax.div throughout: `//` also looks at signs, which takes long to lower.
         index = lax.axis_index("program")
         per_row = programs_per_row(p, c)
-        self.b = index // per_row
+        self.b = lax.div(index, per_row)
         # The first of this program's state rows, among the H P of the batch row.
         self.first_row = lax.rem(index, per_row) * c.num_rows
-        self.head = self.first_row // p.value_dim
-        self.group = self.head // p.heads_per_group
+        self.head = lax.div(self.first_row, p.value_dim)
+        self.group = lax.div(self.head, p.heads_per_group)
         self.row_in_head = lax.rem(self.first_row, p.value_dim)
         # Of the programs that share a key head, or a head, one appends what they share.
         self.leads_head = self.row_in_head == 0
@@ -58,7 +59,7 @@ class Program:
             return ref.at[(*lead, pl.ds(i * TILE, TILE))]
         if self.c.rows % TILE == 0:
             per_head = self.c.rows // TILE
-            return ref.at[(*lead, i // per_head, pl.ds(lax.rem(i, per_head) * TILE, TILE))]
+            return ref.at[(*lead, lax.div(i, per_head), pl.ds(lax.rem(i, per_head) * TILE, TILE))]
         rest = ref.shape[len(lead) + 2 :]
         flat = ref.reshape(*ref.shape[: len(lead)], self.c.num_rows, *rest)
         return flat.at[(*lead, pl.ds(i * TILE, TILE))]

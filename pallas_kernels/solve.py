@@ -167,7 +167,7 @@ class Solve(Program):
 
         chunks = jnp.minimum(self.length, first + BLOCK) + CHUNK - 1
 
-        @pl.loop(jnp.int32(first // CHUNK), chunks // CHUNK)
+        @pl.loop(jnp.int32(first // CHUNK), lax.div(chunks, CHUNK))
         def _(chunk: jax.Array) -> None:
             here = [chunk * CHUNK + n for n in range(CHUNK)]
 
@@ -199,7 +199,7 @@ class Solve(Program):
         if self.c.heads == 1:
             return of_head(0)
         rows = self.c.rows
-        head = i * TILE // rows
+        head = lax.div(i * TILE, rows)
         if rows % TILE == 0:
             return of_head(head)
         row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout) + i * TILE

@@ -21,7 +21,7 @@ part_kernels() {
   kernels --layer mamba2-80 --batch 256 --add
 }
 # Steps at each fill of the window.
-part_fills() { kernels --layer "${layers[@]}" --batch 256 --fills --name fills; }
+part_fills() { kernels --layer "${layers[@]}" --batch 1 256 --fills --name fills; }
 # Several tokens, against a snapshot of the state for each.
 part_verify() {
   kernels --layer "${layers[@]}" --tokens 4 8 --name verify --repeats 5

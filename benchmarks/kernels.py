@@ -79,7 +79,7 @@ def replay_step(spec: rs.ReplaySpec, implementation: str, accepted: int) -> Step
     return step
 
 
-def conventional_step(spec: rs.ReplaySpec, implementation: str, accepted: int) -> Step:
+def conventional_step(spec: rs.ReplaySpec, implementation: str | None, accepted: int) -> Step:
     """One token in place; where some may be rejected, a snapshot of the state for each."""
 
     def step(position: Any, state: Any, inputs: rs.TokenInputs) -> tuple[jax.Array, Any, Any]:
@@ -211,6 +211,11 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
     )
 
 
+def layers_of(batch: int, tokens: int) -> int:
+    """Layers of a loop, which share a pointer: as a model's, or as many as have room."""
+    return 24 if batch <= 64 else 12 if tokens == 1 else 8
+
+
 def flush_period(window: int, tokens: int, accepted: int) -> int:
     """Steps from one flush to the next, where each brings and accepts as many tokens."""
     return (window - tokens) // accepted + 1
@@ -237,9 +242,9 @@ class Case:
         self.spec = layers.make_spec(
             layer, window=self.window, max_tokens=tokens, read_dtype=read_dtype
         )
-        self.count = args.layers or (4 if batch >= 64 else 24)
+        self.count = args.layers or layers_of(batch, tokens)
         # Enough of them that the call itself does not count, and whole times from flush to flush.
-        steps = (4 if batch >= 64 else 16) * flush_period(self.window, tokens, accepted)
+        steps = 16 * flush_period(self.window, tokens, accepted)
         self.calls = steps * self.count
         self.checks = {
             name: Check(self.spec, batch, name, tokens, accepted, ahead)
@@ -331,7 +336,7 @@ class Fills:
         self.args, self.layer, self.batch = args, layer, batch
         self.window = 16
         self.spec = layers.make_spec(layer, window=self.window)
-        self.count = args.layers or 4
+        self.count = args.layers or layers_of(batch, 1)
         self.name = args.implementation[0]
         step = replay_step(self.spec, self.name, 1)
 
@@ -458,7 +463,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of a read copy; the baseline has none",
     )
     parser.add_argument(
-        "--layers", type=harness.count, help="layers in the loop; default: 24, or 4 from 64"
+        "--layers",
+        type=harness.count,
+        help="layers in the loop; default: 24, fewer where states are large",
     )
     parser.add_argument(
         "--implementation",

@@ -163,33 +163,20 @@ def to_torch(inputs: rs.TokenInputs, t: int) -> dict[str, Any]:
 
 
 def conventional(spec: rs.ReplaySpec, batch: int, count: int) -> harness.Contender:
-    """Our conventional step of all layers, whose runs go on from where the last one ended."""
+    """Our conventional step of all layers, in a loop so long that the call does not count."""
+    steps = 16 * STEPS
     inputs = [kernels.random_tokens(spec, batch, 1, seed) for seed in range(count)]
-
-    def run(states: list[jax.Array], inputs: Any) -> tuple[list[jax.Array], jax.Array]:
-        def body(states: list[jax.Array], _: None) -> Any:
-            pairs = [
-                rs.recurrent_step(spec, state, token)
-                for state, token in zip(states, inputs, strict=True)
-            ]
-            return [state for _, state in pairs], pairs[-1][0][0, 0, 0, 0]
-
-        return jax.lax.scan(body, states, None, length=STEPS)
-
-    compiled = jax.jit(run, donate_argnums=0)
-    held = [[jnp.zeros(spec.state_shape(batch)) for _ in range(count)]]
-
-    def once(states: list[jax.Array]) -> jax.Array:
-        held[0], outputs = compiled(states, inputs)
-        return outputs
-
-    return harness.Contender(once, prepare=lambda: held[0], calls=STEPS * count)
+    started = kernels.conventional_states(spec, batch, count)
+    with harness.Compiler() as ahead:
+        step = kernels.conventional_step(spec, None, 1)
+        program = ahead(kernels.loop(step, steps), *started, inputs)
+    return kernels.contender(program, started, inputs, steps * count)
 
 
 def measure(layer: str, batch: int, args: argparse.Namespace) -> list[harness.Row]:
     """Rows of a layer: fla-core with either layout of the state, against our conventional step."""
     spec = layers.make_spec(layer)
-    count = args.layers or (4 if batch >= 64 else 24)
+    count = args.layers or kernels.layers_of(batch, 1)
     peers = [Peer(load(layer), v_first) for v_first in (False, True)]
     errors = {peer.name: peer.check(spec, min(batch, 4)) for peer in peers}
     contenders = {peer.name: peer.contender(spec, batch, count) for peer in peers}
@@ -220,7 +207,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layer", choices=FUNCTIONS, nargs="+", default=list(FUNCTIONS))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--layers", type=int, help="layers in the loop; default: 24, or 4 from 64")
+    parser.add_argument(
+        "--layers", type=int, help="layers in the loop; default: 24, fewer where states are large"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each contender")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)

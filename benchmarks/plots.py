@@ -200,7 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shown = "".join((ROOT / name).read_text() for name in DOCUMENTS)
     of_documents = [tables.RESULTS / file for file in tables.pictured(shown)]
     for path in args.results or of_documents:
-        out = draw(path, args.out)
+        try:
+            out = draw(path, args.out)
+        except ValueError as error:
+            parser.error(str(error))
         if out is not None:
             print(out)
         elif args.results:

@@ -34,8 +34,18 @@ _SECTION = re.compile(
 
 
 def load(path: Path) -> Record:
-    """Read what `harness.save` wrote."""
-    return json.loads(path.read_text())
+    """Read what `harness.save` wrote.
+
+    Raises:
+      ValueError: it holds something else.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must hold what a benchmark wrote, found {type(record).__name__}")
+    return record
 
 
 def is_fills(record: Record) -> bool:

@@ -242,6 +242,11 @@ def test_pictures(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plots.main([str(tmp_path / "none.json")])
     assert "no such file" in capsys.readouterr().err
+    for text, words in (("{", "torn.json is not JSON"), ("[1]", "found list")):
+        (tmp_path / "torn.json").write_text(text)
+        with pytest.raises(SystemExit):
+            plots.main([str(tmp_path / "torn.json"), "--out", str(out)])
+        assert words in capsys.readouterr().err
 
 
 def test_what_pictures_show():

@@ -7,6 +7,7 @@ it, where there is one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,11 @@ from pallas_kernels.read_copy import encode, load_tile
 from pallas_kernels.solve import Solve
 
 
+def gather(reads: tuple[jax.Array, ...], i: Any, read: Any) -> tuple[jax.Array, ...]:
+    """`reads` with that of tile i."""
+    return tuple(jnp.where(i == tile, read, other) for tile, other in enumerate(reads))
+
+
 class Fold(Solve):
     """The part of a step's program that folds; what reads a tile is the step's."""
 
@@ -34,9 +40,20 @@ class Fold(Solve):
         """S r for the rows of tile i and each column r of one token."""
         raise NotImplementedError
 
-    def multiply_tile(self, ref: Any, i: Any) -> None:
-        """The same for the columns of several tokens."""
+    def multiply_tile(self, ref: Any) -> jax.Array:
+        """S r for the rows of the tile at `ref` and each column r of several tokens."""
         raise NotImplementedError
+
+    def no_reads(self) -> tuple[jax.Array, ...]:
+        """Where the reads of several tokens are gathered, for each tile; () for one token."""
+        if self.p.num_tokens < 2:
+            return ()
+        return (zeros((TILE, self.p.padded_columns), ACC),) * self.c.num_tiles
+
+    def store_reads(self, reads: tuple[jax.Array, ...], ref: Any) -> None:
+        """Store what was gathered."""
+        for i, read in enumerate(reads):
+            store(self.tile_rows(ref, i=i), read)
 
     def fold(self) -> None:
         """Fold the window into the state, tile by tile, and read the columns in the same pass."""
@@ -48,11 +65,11 @@ class Fold(Solve):
         self.make_fold_keys(operand)
         plgpu.commit_smem()
 
-        @pl.loop(0, self.c.num_tiles)
-        def _(i: jax.Array) -> None:
+        @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
+        def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
             if not p.solves_again:
-                self.make_fold_records(i, operand)
+                self.make_fold_records(0, i, operand)
             if self.c.num_tiles > stages:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
                 following = i - 1 + stages
@@ -67,32 +84,40 @@ class Fold(Solve):
             plgpu.barrier_wait(sm.state_bar.at[slot])
             if p.solves_again:
                 self.solve_tile(slot, i)
-                self.make_fold_records(i, operand)
+                self.make_fold_records(0, i, operand)
             state = load(sm.state.at[slot], ACC, optimized=True)
             shape = (TILE, p.key_dim)
             if p.channel:
                 total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
+            elif sm.row_total is None:
+                total = sm.total[lax.div(i * TILE, self.c.rows)]
             else:
                 total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
                 total = broadcast(total, shape, (0,), ACC)
             state = jnp.where(self.fresh, 0.0, state * total)
-            if self.mode.wgmma:
-                state = pl.run_state(self.accumulate)(plgpu.ACC.init(state))
-            else:
-                for first in blocks(p.padded_window):
+            for first in blocks(p.padded_window):
+                if first:
+                    plgpu.commit_smem()  # all threads have used the records before
+                    self.make_fold_records(first, i, operand)
+                if self.mode.wgmma:
+                    accumulate = functools.partial(self.accumulate, first)
+                    state = pl.run_state(accumulate)(plgpu.ACC.init(state))
+                else:
                     state = self.add_products(state, first)
             store(sm.state.at[slot], state, optimized=True)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
                 self.encode_tile(state, i)
-                self.read_encoded(i)
+                read = self.read_encoded(i)
             elif p.num_tokens == 1:
                 columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
                 self.read_tile(state, i, columns, ACC)
             elif p.num_tokens:
-                self.multiply_tile(sm.state.at[slot], i)
+                read = self.multiply_tile(sm.state.at[slot])
+            return gather(reads, i, read) if reads else reads
 
+        self.store_reads(reads, sm.read_folded)
         if self.copy is not None and sm.scale is not None:
             store(self.rows_of(self.copy.scale, self.b), load(sm.scale, self.layout))
 
@@ -107,7 +132,7 @@ class Fold(Solve):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
 
-    def read_encoded(self, i: Any) -> None:
+    def read_encoded(self, i: Any) -> jax.Array | None:
         """Read the columns from tile i of the new copy, as later steps will."""
         p, sm = self.p, self.sm
         if p.num_tokens == 1:
@@ -116,16 +141,13 @@ class Fold(Solve):
             tile = load_tile(sm.encoded, p.read_dtype, p.key_dim, self.mode.interpret)
             self.read_tile(tile, i, columns, layout)
         elif p.num_tokens:
-            self.multiply_tile(sm.encoded, i)
+            return self.multiply_tile(sm.encoded)
+        return None
 
-    def make_fold_records(self, i: Any, layout: Any) -> None:
-        """The window's weighted records in the rows of state tile i, as bf16 terms."""
-        sm = self.sm
-        for first in blocks(self.p.padded_window):
-            here = pl.ds(first, BLOCK)
-            records = self.fold_records(first, i, layout)
-            for term, part in enumerate(split(records, 3)):
-                store(sm.fold_record.at[term, here], part)
+    def make_fold_records(self, first: int, i: Any, layout: Any) -> None:
+        """16 weighted records from `first` on in the rows of state tile i, as bf16 terms."""
+        for term, part in enumerate(split(self.fold_records(first, i, layout), 3)):
+            store(self.sm.fold_record.at[term], part)
         plgpu.commit_smem()
 
     def make_fold_keys(self, layout: Any) -> None:
@@ -177,21 +199,19 @@ class Fold(Solve):
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
-    def accumulate(self, acc: Any) -> None:
-        """Add the product of the window's records and keys to an accumulator (Hopper)."""
-        p, sm = self.p, self.sm
-        for first in blocks(p.padded_window):
-            here = pl.ds(first, BLOCK)
-            for a, b in term_pairs(p.key_terms):
-                records = sm.fold_record.at[a, here].transpose((1, 0))
-                plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
+    def accumulate(self, first: int, acc: Any) -> None:
+        """Add the product of 16 records and their keys to an accumulator (Hopper)."""
+        p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
+        for a, b in term_pairs(p.key_terms):
+            records = sm.fold_record.at[a].transpose((1, 0))
+            plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
         plgpu.wgmma_wait(0)
 
     def add_products(self, state: jax.Array, first: int) -> jax.Array:
         """State tile plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
         for a, b in term_pairs(p.key_terms):
-            records = sm.fold_record.at[a, here]
+            records = sm.fold_record.at[a]
             keys = sm.key.at[here] if sm.fold_key is None else sm.fold_key.at[b, here]
             if self.mode.interpret:  # it has no warp-level products
                 records, keys = (load(x, operand_rows()).astype(F32) for x in (records, keys))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.configs import choose, why_not
-from pallas_kernels.fold import Fold
+from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
     broadcast,
     copy_rows,
@@ -218,7 +218,7 @@ class Step(Fold):
         betas = {} if p.delta else self.gates_of_window(self.ring.beta)
         decays = {} if p.channel else self.gates_of_window(self.ring.log_decay)
         for kind, t, value in new_gates:
-            self.store_heads(value, sm.new_gate, kind, t)
+            self.store_heads(value, sm.new_gate, self.new(kind, t))
         since = {}
         if not p.channel:
             for first, value in decays.items():
@@ -231,6 +231,10 @@ class Step(Fold):
                 weight = weight * betas[first]
             if sm.weight is not None:
                 store(self.gate_rows(sm.weight, first), weight)
+
+    def new(self, kind: int, t: int) -> int:
+        """Where the log-decay (0) or beta (1) of new token t is."""
+        return kind * self.p.num_tokens + t
 
     def gates_of_window(self, ref: Any) -> dict[int, jax.Array]:
         """A gate [B, R, H] of the window's records, eight at a time, [8, heads]; dead ones zero."""
@@ -337,9 +341,9 @@ class Step(Fold):
             column = broadcast(column, (TILE, self.p.key_dim), (1,), layout)
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
 
-    def multiply_tile(self, ref: Any, i: Any) -> None:
+    def multiply_tile(self, ref: Any) -> jax.Array:
         """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
-        p, sm = self.p, self.sm
+        p = self.p
         lhs, rhs = operand_layouts(p.key_dim)
         narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
         # Sums of their own, as each product of a sum waits for the one before.
@@ -354,11 +358,11 @@ class Step(Fold):
             for a, b in term_pairs(p.key_terms, p.read_terms):
                 n = a if p.read_dtype is None else a + b
                 sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
-        store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
+        return sums[0] + (sums[1] + sums[2])
 
-    def reads(self) -> list[jax.Array]:
+    def reads(self, folded: bool) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""
-        p, found = self.p, self.sm.read
+        p, found = self.p, self.sm.read_folded if folded else self.sm.read
         if p.num_tokens == 1:
             places = [found.at[c] for c in range(p.num_columns)]
         else:
@@ -371,7 +375,10 @@ class Step(Fold):
         return reads
 
     def read_state(self) -> None:
-        """Stream the tiles of the state, or of its copy, past the columns."""
+        """Stream the tiles of the state, or of its copy, past the columns.
+
+        For several tokens keys are scored while the last tile is on its way.
+        """
         p, sm = self.p, self.sm
         if self.copy is None:
             tiles, arrived, stages = sm.state, sm.state_bar, self.c.stages
@@ -391,20 +398,34 @@ class Step(Fold):
         if p.num_tokens == 1 and p.channel:
             columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
 
-        @pl.loop(0, self.c.num_tiles)
-        def _(i: jax.Array) -> None:
+        @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
+        def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
+            if p.num_tokens > 1:
+
+                @pl.when(i == self.c.num_tiles - 1)
+                def _() -> None:
+                    if not p.channel:
+                        self.wait_window()
+                    self.score_keys(window=True)
+
             plgpu.barrier_wait(arrived.at[slot])
             if p.num_tokens == 1:
                 self.read_tile(load_state(tiles.at[slot]), i, columns, layout)
             else:
-                self.multiply_tile(tiles.at[slot], i)
+                reads = gather(reads, i, self.multiply_tile(tiles.at[slot]))
             if self.c.num_tiles > stages:
                 plgpu.commit_smem()  # all threads have read the tile
 
                 @pl.when(i + stages < self.c.num_tiles)
                 def _() -> None:
                     plgpu.copy_gmem_to_smem(tile_at(i + stages), tiles.at[slot], arrived.at[slot])
+
+            return reads
+
+        if reads:
+            plgpu.commit_smem()  # they may take the place of the tiles
+            self.store_reads(reads, sm.read)
 
     def score_keys(self, window: bool) -> None:
         """<k, r> of the window's keys, if asked for, and of the new ones, with each column.
@@ -417,7 +438,7 @@ class Step(Fold):
             self.score_new_by_channel()
         else:
             firsts.append(p.padded_window)
-        if sm.operand is not None and p.key_terms == 1:
+        if p.num_tokens > 1 and p.key_terms == 1:
             return self.multiply_keys(firsts)
         keys = {}
         for first in firsts:
@@ -444,14 +465,18 @@ class Step(Fold):
         p, sm = self.p, self.sm
         factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
         for first in firsts:
-            ref = sm.k if first == p.padded_window else sm.key.at[pl.ds(first, BLOCK)]
+            if first == p.padded_window:
+                ref = sm.operand.at[0, pl.ds(self.first_new, BLOCK), pl.ds(0, p.key_dim)]
+            else:
+                ref = sm.key.at[pl.ds(first, BLOCK)]
             keys = load(ref, rows_layout(p.key_dim))
             scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
             self.store_scores(scores, first, pl.ds(0, p.padded_columns))
 
     def operand(self, term: int, channels: Any) -> Any:
         """A bf16 term of the columns in shared memory, [channels, columns]."""
-        return self.sm.operand.at[term, :, channels].transpose((1, 0))
+        columns = pl.ds(0, self.p.padded_columns)
+        return self.sm.operand.at[term, columns, channels].transpose((1, 0))
 
     def store_scores(self, scores: jax.Array, first: int, columns: Any) -> None:
         """Store scores of 16 keys from `first` on; of dead ones of the window zero."""
@@ -459,6 +484,18 @@ class Step(Fold):
             layout = SUMS if scores.ndim == 2 else self.block.reduce(1)
             scores = self.mask_dead(scores, first, layout)
         store(self.sm.score.at[pl.ds(first, BLOCK), columns], scores)
+
+    @property
+    def first_new(self) -> int:
+        """The first of the 16 new q and k, one behind the other, whose scores are kept."""
+        p = self.p
+        return max(0, 2 * p.num_tokens - BLOCK) if p.num_tokens > 1 and p.key_terms == 1 else 0
+
+    def new_key(self, i: int) -> int:
+        """The row of the scores of new key i."""
+        p = self.p
+        among = p.num_tokens - self.first_new if p.num_tokens > 1 and p.key_terms == 1 else 0
+        return p.padded_window + among + i
 
     def score_at(self, c: int) -> int:
         """Where the scores of column c are."""
@@ -499,9 +536,9 @@ class Step(Fold):
         since = zeros(shape, layout)
         for i in range(p.num_tokens - 1, -1, -1):
             if heads == 1:
-                decay = sm.new_gate[0, i, 0]
+                decay = sm.new_gate[i, 0]
             else:
-                decay = load(sm.new_gate.at[0, i], layout.reduce(0))
+                decay = load(sm.new_gate.at[i], layout.reduce(0))
                 decay = broadcast(decay, shape, (1,), layout)
             since = since + jnp.where(index >= i, decay, 0.0)
             store(sm.apart.at[i] if heads > 1 else sm.apart.at[i, :, 0], jnp.exp(since))
@@ -529,7 +566,7 @@ class Step(Fold):
         """Updates and outputs of the new tokens, row by row."""
         p, sm = self.p, self.sm
         tokens = p.num_tokens
-        reads = self.reads()
+        reads = self.reads(folded)
         if not folded:
             reads = [jnp.where(self.fresh, 0.0, read) for read in reads]
             if not p.channel:
@@ -538,7 +575,7 @@ class Step(Fold):
             reads = [a + b for a, b in zip(reads, self.replay(), strict=True)]
         updates: list[jax.Array] = []
         for t in range(tokens):
-            beta = self.over_rows(self.load_heads(sm.new_gate, 1, t))
+            beta = self.over_rows(self.load_heads(sm.new_gate, self.new(1, t)))
             value = load(sm.v.at[t], self.layout).astype(F32)
             query, *key = (reads[c] for c in self.columns_of(t))
             if not p.channel:
@@ -547,7 +584,7 @@ class Step(Fold):
             between = {} if p.channel else {i: self.decay_since(i + 1, t) for i in range(t)}
 
             def pair(c: int, i: int, between: dict[int, jax.Array] = between) -> jax.Array:
-                score = sm.score[p.padded_window + i, self.score_at(c)]
+                score = sm.score[self.new_key(i), self.score_at(c)]
                 return self.over_rows(between[i] * score) if i in between else score
 
             if p.delta:
@@ -566,7 +603,7 @@ class Step(Fold):
     def decay_since(self, first: int, t: int) -> jax.Array:
         """Scalar decay by the new tokens from `first` to t, for each head."""
         if self.p.num_tokens == 1:
-            return jnp.exp(self.load_heads(self.sm.new_gate, 0, 0))
+            return jnp.exp(self.load_heads(self.sm.new_gate, 0))
         return self.load_heads(self.sm.apart, first, t)
 
     def append(self, t: int, folded: bool, update: jax.Array) -> None:
@@ -586,9 +623,11 @@ class Step(Fold):
             if value is not None:
                 store(self.rows_of(ring.value, b, slot), value)
             if not p.channel:
-                self.store_gate(self.load_heads(sm.new_gate, 0, t), ring.log_decay, b, slot)
+                decay = self.load_heads(sm.new_gate, self.new(0, t))
+                self.store_gate(decay, ring.log_decay, b, slot)
             if p.keeps_raw_values:
-                self.store_gate(self.load_heads(sm.new_gate, 1, t), ring.beta, b, slot)
+                beta = self.load_heads(sm.new_gate, self.new(1, t))
+                self.store_gate(beta, ring.beta, b, slot)
 
             @pl.when(self.leads_group)
             def _() -> None:
@@ -627,7 +666,8 @@ class Step(Fold):
         if sm.column is not None or sm.operand is not None:
             if is_replicated(p.key_dim) or sm.apart is not None or sm.shared is not None:
                 plgpu.commit_smem()
-            self.make_columns()
+            if p.key_terms > 1:
+                self.make_columns()
         if sm.apart is not None:
             self.decay_between()
         plgpu.commit_smem()
@@ -642,14 +682,15 @@ class Step(Fold):
 
         def without_fold() -> None:
             self.read_state()
-            if not p.channel:
+            if not p.channel and p.num_tokens == 1:
                 self.wait_window()
             after(folded=False)
 
         def after(folded: bool) -> None:
             if not p.num_tokens:
                 return
-            self.score_keys(window=not folded)
+            if folded or p.num_tokens == 1:
+                self.score_keys(window=not folded)
             plgpu.commit_smem()
             self.finish(folded)
 
@@ -722,7 +763,7 @@ def launch(
     p = problem
 
     def body(*args: Any) -> None:
-        refs, scratch = args[:-1], args[-1].unpacked()
+        refs, scratch = args[:-1], args[-1].unpacked(p)
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
         rows = Rows(*refs[:4])

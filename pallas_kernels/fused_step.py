@@ -32,6 +32,7 @@ from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
     broadcast,
     copy_rows,
+    decay,
     is_replicated,
     load,
     spread,
@@ -179,10 +180,11 @@ class Step(Fold):
 
         for chunk in range(p.num_chunks):
 
-            @pl.when(self.length > chunk * CHUNK)
+            @pl.when(self.length > chunk * p.chunk)
             def _(chunk: int = chunk) -> None:
                 bar = sm.window_bar.at[chunk]
-                slots, here = pl.ds(self.slot(chunk * CHUNK), CHUNK), pl.ds(chunk * CHUNK, CHUNK)
+                first = chunk * p.chunk
+                slots, here = pl.ds(self.slot(first), p.chunk), pl.ds(first, p.chunk)
                 plgpu.copy_gmem_to_smem(
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
@@ -194,9 +196,10 @@ class Step(Fold):
 
     def wait_window(self) -> None:
         """Wait for the records of the window."""
-        for chunk in range(self.p.num_chunks):
+        p = self.p
+        for chunk in range(p.num_chunks):
 
-            @pl.when(self.length > chunk * CHUNK)
+            @pl.when(self.length > chunk * p.chunk)
             def _(chunk: int = chunk) -> None:
                 plgpu.barrier_wait(self.sm.window_bar.at[chunk])
 
@@ -280,6 +283,12 @@ class Step(Fold):
         layout = self.gates.reduce(0)
         return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
+    def decay(self, log: jax.Array, layout: Any) -> jax.Array:
+        """exp of what keys and columns decay by; of several tokens there are many."""
+        if self.p.num_tokens < 2:
+            return jnp.exp(log)
+        return decay(log, layout, interpret=self.mode.interpret)
+
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
@@ -292,7 +301,7 @@ class Step(Fold):
             if is_replicated(self.p.key_dim):
                 plgpu.commit_smem()
             for j in reversed(block):
-                store(sm.gate.at[j], keys[j] * jnp.exp(since))
+                store(sm.gate.at[j], keys[j] * self.decay(since, self.channels))
                 since = since + jnp.where(j < self.length, decays[j], 0.0)
         store(sm.total, jnp.exp(since))
 
@@ -313,12 +322,12 @@ class Step(Fold):
             for c in self.columns_of(t):
                 value = load(self.raw_column(c), self.channels).astype(F32)
                 if since is not None:
-                    value = value * jnp.exp(since)
+                    value = value * self.decay(since, self.channels)
                     store(sm.column.at[c], value)
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
-                    for b, term in enumerate(split(rest, p.key_terms)):
+                    for b, term in enumerate(split(rest, p.key_terms, away=True)):
                         store(sm.operand.at[b, c, here], term)
 
     def columns_of(self, t: int) -> list[int]:
@@ -452,13 +461,22 @@ class Step(Fold):
                 of_block = load(sm.k.at[0], self.block.reduce(0))
                 of_block = broadcast(of_block, (BLOCK, p.key_dim), (1,), self.block)
             keys[first] = of_block.astype(F32)
-        for c in range(p.num_columns):
-            for first, of_block in keys.items():
-                is_new = first == p.padded_window
-                ref = self.raw_column(c) if is_new or not p.channel else sm.column.at[c]
-                column = load(ref, self.block.reduce(0)).astype(F32)
-                column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
-                self.store_scores(jnp.sum(of_block * column, axis=1), first, self.score_at(c))
+
+        def score(c: int, first: int) -> jax.Array:
+            is_new = first == p.padded_window
+            ref = self.raw_column(c) if is_new or not p.channel else sm.column.at[c]
+            column = load(ref, self.block.reduce(0)).astype(F32)
+            column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
+            return jnp.sum(keys[first] * column, axis=1)
+
+        # Some sums before their first is stored: the compiler cannot tell that no load is of what
+        # a store wrote, and a sum alone waits for every exchange between lanes.
+        several = 8 if p.num_tokens > 1 else 1
+        places = [(c, first) for c in range(p.num_columns) for first in keys]
+        for i in range(0, len(places), several):
+            found = [(score(*place), place) for place in places[i : i + several]]
+            for scores, (c, first) in found:
+                self.store_scores(scores, first, self.score_at(c))
 
     def multiply_keys(self, firsts: list[int]) -> None:
         """The same on tensor cores, for bf16 keys and columns: their products are exact."""
@@ -510,21 +528,32 @@ class Step(Fold):
         Sums of log-decays grow from a key to each token, so that small ones are not lost.
         """
         p, sm = self.p, self.sm
-        layout, shape = token_rows(p.key_dim), (p.token_rows, p.key_dim)
-        columns = [load(ref, layout).astype(F32) for ref in ((sm.q, sm.k) if p.delta else (sm.q,))]
+        layout, shape = token_rows(p.key_dim), (4, p.key_dim)
+
+        def spread_rows(row: jax.Array) -> jax.Array:
+            return broadcast(row, shape, (1,), layout)
+
         index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        since = zeros(shape, layout)
-        for i in range(p.num_tokens - 1, -1, -1):
-            key = load(sm.k.at[i], layout.reduce(0)).astype(F32)
-            decayed = broadcast(key, shape, (1,), layout) * jnp.exp(since)
-            for kind, column in enumerate(columns):
-                scores = jnp.sum(column * decayed, axis=1)
-                here = pl.ds(kind * p.token_rows, p.token_rows)
-                store(sm.score.at[p.padded_window + i, here], scores)
-            if i:
-                decay = load(sm.g.at[i], layout.reduce(0))
-                decay = broadcast(decay, shape, (1,), layout)
-                since = since + jnp.where(index >= i, decay, 0.0)
+        found = []
+        for first in range(0, p.token_rows, 4):
+            here = pl.ds(first, 4)
+            columns = [load(ref.at[here], layout) for ref in ((sm.q, sm.k) if p.delta else (sm.q,))]
+            columns = [column.astype(F32) for column in columns]
+            since = None
+            for i in range(min(first + 4, p.num_tokens) - 1, -1, -1):
+                key = spread_rows(load(sm.k.at[i], layout.reduce(0)).astype(F32))
+                if since is not None:
+                    key = key * self.decay(since, layout)
+                for kind, column in enumerate(columns):
+                    found.append((i, kind * p.token_rows + first, jnp.sum(column * key, axis=1)))
+                if i:
+                    decay = spread_rows(load(sm.g.at[i], layout.reduce(0)))
+                    if i > first:
+                        decay = jnp.where(index + first >= i, decay, 0.0)
+                    since = decay if since is None else since + decay
+        # Stores last, as in `score_keys`.
+        for i, here, scores in found:
+            store(sm.score.at[p.padded_window + i, pl.ds(here, 4)], scores)
 
     def decay_between(self) -> None:
         """Scalar decay: from each new token i to each t, and (first) from the window's end to t."""

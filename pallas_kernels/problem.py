@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 # State rows of one bulk copy and one tensor-core product.
 TILE = 64
-# Ring slots of one bulk copy; divides 8, of which every window start is a multiple.
+# Records of one turn of a loop over them.
 CHUNK = 4
 # Records of one tensor-core product.
 BLOCK = 16
@@ -60,9 +60,14 @@ class Problem:
         return self.num_heads // self.num_groups
 
     @property
+    def chunk(self) -> int:
+        """Ring slots of one bulk copy; divides 8, of which every window start is a multiple."""
+        return 8 if self.num_tokens >= 8 else CHUNK
+
+    @property
     def num_chunks(self) -> int:
         """Bulk copies that bring a whole window."""
-        return round_up(self.window, CHUNK) // CHUNK
+        return round_up(self.window, self.chunk) // self.chunk
 
     @property
     def padded_window(self) -> int:

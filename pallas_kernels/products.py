@@ -39,18 +39,23 @@ def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
     return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]
 
 
-def split(x: jax.Array, count: int, *, cut: bool = False) -> list[jax.Array]:
+def split(
+    x: jax.Array, count: int, *, cut: bool = False, away: bool = False
+) -> list[jax.Array]:
     """bf16 terms whose sum is `x`, as far as it goes; each is of what those before it leave.
 
     Where `cut` all but the last are cut off, not rounded: that takes one instruction an element, a
     rounding to bf16 whose result is also used as float32 a slow one. What `term_pairs` leaves out
     is then twice as large and of one sign, unless the other factor is rounded: so one of two is.
+    Halves may be rounded `away` from zero, not to even: that takes two instructions.
     """
     found = []
     for _ in range(count - 1):
-        if cut:
-            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
-            top = lax.bitcast_convert_type(bits, jnp.float32)
+        if cut or away:
+            bits = lax.bitcast_convert_type(x, jnp.uint32)
+            if away:
+                bits = bits + jnp.uint32(0x8000)
+            top = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
             found.append(top.astype(jnp.bfloat16))
         else:
             found.append(x.astype(jnp.bfloat16))

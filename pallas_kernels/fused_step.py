@@ -55,6 +55,7 @@ from pallas_kernels.products import (
     ACC,
     LHS,
     SUMS,
+    Shares,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -445,6 +446,8 @@ class Step(Fold):
         firsts = list(blocks(p.padded_window)) if window else []
         if p.channel and p.num_tokens > 1:
             self.score_new_by_channel()
+            if firsts and p.score_warps:
+                return self.score_window_by_channel(*p.score_warps)
         else:
             firsts.append(p.padded_window)
         if p.num_tokens > 1 and p.key_terms == 1:
@@ -477,6 +480,20 @@ class Step(Fold):
             found = [(score(*place), place) for place in places[i : i + several]]
             for scores, (c, first) in found:
                 self.store_scores(scores, first, self.score_at(c))
+
+    def score_window_by_channel(self, row_warps: int, column_warps: int) -> None:
+        """The same for the window on tensor cores, with keys and columns that have decayed."""
+        p, sm = self.p, self.sm
+        for first in range(0, p.padded_window, BLOCK * row_warps):
+            for c in range(0, p.num_columns, 8 * column_warps):
+                shares = Shares(row_warps, column_warps, interpret=self.mode.interpret)
+                keys, columns = (pl.ds(n, m) for n, m in zip((first, c), shares.shape, strict=True))
+                for channel in range(0, p.key_dim, 32):
+                    here = pl.ds(channel, 32)
+                    rows = load(sm.gate.at[keys, here], shares.rows)
+                    shares.add(rows, load(sm.column.at[columns, here], shares.columns))
+                scores = self.mask_dead(shares.total(), first, shares.layout)
+                store(sm.score.at[keys, columns], scores)
 
     def multiply_keys(self, firsts: list[int]) -> None:
         """The same on tensor cores, for bf16 keys and columns: their products are exact."""

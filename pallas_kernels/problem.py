@@ -102,6 +102,15 @@ class Problem:
         return self.token_rows * (2 if self.delta else 1) if self.channel else self.padded_columns
 
     @property
+    def score_warps(self) -> tuple[int, int] | None:
+        """By channel: warps over 16 records and eight columns each, if four have equal shares."""
+        if not self.channel or self.num_tokens % 4 or self.num_columns % 8 or self.key_dim % 32:
+            return None
+        count, columns = self.padded_window // BLOCK, self.num_columns // 8
+        shares = [(n, 4 // n) for n in (4, 2, 1) if count % n == 0 and columns % (4 // n) == 0]
+        return shares[0] if shares and self.num_tokens else None
+
+    @property
     def key_terms(self) -> int:
         """bf16 terms that hold keys, or columns, at fp32 accuracy."""
         return 3 if self.channel or self.key_dtype != jnp.bfloat16 else 1

@@ -240,6 +240,17 @@ class Step(Fold):
         """Where the log-decay (0) or beta (1) of new token t is."""
         return kind * self.p.num_tokens + t
 
+    @property
+    def weighs_late(self) -> bool:
+        """Whether gates wait until a tile was read: the products with several tokens need none."""
+        return self.p.num_tokens > 1 and not self.p.channel
+
+    def weigh_late(self) -> None:
+        """All that is made of the gates, where `weighs_late`."""
+        self.weigh_records()
+        self.decay_between()
+        plgpu.commit_smem()
+
     def gates_of_window(self, ref: Any) -> dict[int, jax.Array]:
         """A gate [B, R, H] of the window's records, eight at a time, [8, heads]; dead ones zero."""
         heads = self.head if self.c.heads == 1 else pl.ds(self.head, self.c.heads)
@@ -387,7 +398,7 @@ class Step(Fold):
     def read_state(self) -> None:
         """Stream the tiles of the state, or of its copy, past the columns.
 
-        For several tokens keys are scored while the last tile is on its way.
+        For several tokens gates are weighed and keys scored while the last tile is on its way.
         """
         p, sm = self.p, self.sm
         if self.copy is None:
@@ -415,7 +426,8 @@ class Step(Fold):
 
                 @pl.when(i == self.c.num_tiles - 1)
                 def _() -> None:
-                    if not p.channel:
+                    if self.weighs_late:
+                        self.weigh_late()
                         self.wait_window()
                     self.score_keys(window=True)
 
@@ -645,6 +657,9 @@ class Step(Fold):
             self.write_output(t, query)
             if self.mode.append:
                 self.append(t, folded, updates[t])
+        if self.mode.append and tokens > 1:
+            for t in range(tokens):
+                self.append_shared(t, folded)
 
     def decay_since(self, first: int, t: int) -> jax.Array:
         """Scalar decay by the new tokens from `first` to t, for each head."""
@@ -655,15 +670,11 @@ class Step(Fold):
     def append(self, t: int, folded: bool, update: jax.Array) -> None:
         """Record new token t, with what the rule keeps of it, behind the committed ones."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
-        first = self.start + self.length
-        if folded:
-            first = lax.div(first + 7, 8) * 8
-
         value = load(sm.v.at[t], self.layout) if p.keeps_raw_values else None
 
         @(pl.when(t < self.num_new) if self.mode.masked else lambda keep: keep())
         def _() -> None:
-            slot = lax.rem(first + t, p.capacity)
+            slot = self.new_slot(t, folded)
             if p.delta:
                 store(self.rows_of(ring.update, b, slot), update)
             if value is not None:
@@ -674,17 +685,36 @@ class Step(Fold):
             if p.keeps_raw_values:
                 beta = self.load_heads(sm.new_gate, self.new(1, t))
                 self.store_gate(beta, ring.beta, b, slot)
+            if p.num_tokens == 1:
+                self.append_shared(t, folded)
 
-            @pl.when(self.leads_group)
+    def append_shared(self, t: int, folded: bool) -> None:
+        """Record what programs of the same key head, or head, have in common of new token t."""
+        p, sm, b, ring = self.p, self.sm, self.b, self.ring
+
+        def leads(found: jax.Array) -> Any:
+            if self.mode.masked and p.num_tokens > 1:
+                found = found & (t < self.num_new)
+            return pl.when(found)
+
+        @leads(self.leads_group)
+        def _() -> None:
+            slot = self.new_slot(t, folded)
+            store(ring.key.at[b, slot, self.group], load(sm.k.at[t], self.channels))
+
+        if p.channel:
+
+            @leads(self.leads_head)
             def _() -> None:
-                store(ring.key.at[b, slot, self.group], load(sm.k.at[t], self.channels))
+                kept = ring.log_decay.at[b, self.new_slot(t, folded), self.head]
+                store(kept, load(sm.g.at[t], self.channels))
 
-            if p.channel:
-
-                @pl.when(self.leads_head)
-                def _() -> None:
-                    kept = ring.log_decay.at[b, slot, self.head]
-                    store(kept, load(sm.g.at[t], self.channels))
+    def new_slot(self, t: int, folded: bool) -> jax.Array:
+        """Slot of new token t: behind the committed records, or where a window may start."""
+        first = self.start + self.length
+        if folded:
+            first = lax.div(first + 7, 8) * 8
+        return lax.rem(first + t, self.p.capacity)
 
     def write_output(self, t: int, value: jax.Array) -> None:
         """Write the output of new token t."""
@@ -701,7 +731,8 @@ class Step(Fold):
         if self.copy is not None:
             self.branch(self.start_state, self.start_copy)
         self.start_window()
-        self.weigh_records()
+        if not self.weighs_late:
+            self.weigh_records()
         for place, value in tokens:
             store(place, value)
         if p.channel:
@@ -709,16 +740,15 @@ class Step(Fold):
             if p.solves_again:
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
-        if sm.column is not None or sm.operand is not None:
-            if is_replicated(p.key_dim) or sm.apart is not None or sm.shared is not None:
+        if sm.column is not None or (sm.operand is not None and p.key_terms > 1):
+            if is_replicated(p.key_dim) or not p.channel or sm.shared is not None:
                 plgpu.commit_smem()
-            if p.key_terms > 1:
-                self.make_columns()
-        if sm.apart is not None:
-            self.decay_between()
+            self.make_columns()
         plgpu.commit_smem()
 
         def with_fold() -> None:
+            if self.weighs_late:
+                self.weigh_late()
             if not p.channel:
                 self.wait_window()
                 if p.solves_again:

@@ -66,7 +66,9 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
         flying = "stages" if problem.read_dtype is None else "copies"
         tiles = range(1, getattr(config, flying) + 1)
         cuts = [dataclasses.replace(config, **{flying: n}) for n in tiles]
-        found = [min(3, fits(cut)) for cut in cuts]
+        # Several tokens beside a read copy take 190 registers and more: two programs.
+        pair = problem.num_tokens > 1 and problem.read_dtype is not None
+        found = [min(2 if pair else 3, fits(cut)) for cut in cuts]
         most = max(found)
         return most, cuts[len(found) - 1 - found[::-1].index(most)]
 

@@ -146,7 +146,8 @@ class Fold(Solve):
 
     def make_fold_records(self, first: int, i: Any, layout: Any) -> None:
         """16 weighted records from `first` on in the rows of state tile i, as bf16 terms."""
-        for term, part in enumerate(split(self.fold_records(first, i, layout), 3)):
+        records = self.fold_records(first, i, layout)
+        for term, part in enumerate(split(records, 3, away=self.p.num_tokens > 1)):
             store(self.sm.fold_record.at[term], part)
         plgpu.commit_smem()
 
@@ -163,7 +164,8 @@ class Fold(Solve):
             if sm.fold_key is None:
                 store(sm.key.at[here], keys)
             else:
-                for b, term in enumerate(split(keys.astype(F32), p.key_terms)):
+                terms = split(keys.astype(F32), p.key_terms, away=p.num_tokens > 1)
+                for b, term in enumerate(terms):
                     store(sm.fold_key.at[b, here], term)
 
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:

@@ -40,9 +40,7 @@ def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
     return [(a, b) for a in range(state_terms) for b in range(min(key_terms, 3 - a))]
 
 
-def split(
-    x: jax.Array, count: int, *, cut: bool = False, away: bool = False
-) -> list[jax.Array]:
+def split(x: jax.Array, count: int, *, cut: bool = False, away: bool = False) -> list[jax.Array]:
     """bf16 terms whose sum is `x`, as far as it goes; each is of what those before it leave.
 
     Where `cut` all but the last are cut off, not rounded: that takes one instruction an element, a

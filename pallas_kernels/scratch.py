@@ -125,6 +125,10 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     is_term = several and p.key_terms == 1
     vectors = max(BLOCK, round_up(2 * tokens, 8)) if is_term else p.padded_columns
     operand = (p.key_terms, vectors, operand_width(n))
+    q = k = None
+    if not is_term:
+        q = sm((p.token_rows if channel and several else tokens, n), p.key_dtype)
+        k = sm((new, n), p.key_dtype)
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
     column = sm((columns, n), F32) if channel else None
@@ -180,8 +184,8 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         key=None if shared else key,
         record=record,
         gate=None if shared else gate,
-        q=None if is_term else sm((p.token_rows if channel and several else tokens, n), p.key_dtype),
-        k=None if is_term else sm((new, n), p.key_dtype),
+        q=q,
+        k=k,
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
         column=column,

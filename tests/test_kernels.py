@@ -94,6 +94,32 @@ def test_values_in_the_interpreter(family, cut):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "family, key_dtype",
+    [("mamba2", jnp.bfloat16), ("gated_delta_net", jnp.bfloat16), ("kda", jnp.float32)],
+)
+def test_eight_tokens_in_the_interpreter(family, key_dtype):
+    """A window of two blocks, before and at its flush, as programs with many rows have it."""
+    spec = make_spec(family, window=32, max_tokens=8, key_dtype=key_dtype, **SHAPES[family])
+    inputs = random_inputs(spec, 2, 40)
+    verify = functools.partial(rs.verify, spec)
+    known = jax.jit(functools.partial(verify, implementation="xla"))
+    tested = jax.jit(functools.partial(verify, implementation="mosaic_gpu"))
+    state = rs.init_state(spec, 2, ragged=True)
+    with dispatch.interpreted_kernels(), cut_as_for_large_batches():
+        for t in range(0, 40, 8):
+            state, new = poison_dead_slots(spec, state), tokens(inputs, t, t + 8)
+            expected, after = known(state, new)
+            after = rs.commit(spec, after, 8)
+            if t >= 24:
+                output, found = tested(state, new)
+                assert_close(output, expected)
+                found = rs.materialize(spec, rs.commit(spec, found, 8))
+                assert_close(found, rs.materialize(spec, after), 1e-6, "state")
+            state = after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "family, max_tokens, names",
     [
         ("mamba2", 2, ["float16"]),

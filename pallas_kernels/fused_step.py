@@ -18,6 +18,7 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -368,7 +369,9 @@ class Step(Fold):
         lhs, rhs = operand_layouts(p.key_dim)
         narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
         # Sums of their own, as each product of a sum waits for the one before.
-        sums = [zeros((TILE, p.padded_columns), ACC)] * 3
+        pairs = term_pairs(p.key_terms, p.read_terms)
+        apart = p.read_dtype is None
+        sums = [zeros((TILE, p.padded_columns), ACC)] * (len(pairs) if apart else 3)
         # Some channels at a time, for the registers that their terms take.
         several = p.read_dtype is None and p.key_terms > 1 and p.key_dim % 32 == 0
         width = 32 if several else p.key_dim
@@ -376,10 +379,10 @@ class Step(Fold):
             here = pl.ds(first, width)
             state = tile_terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
             factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
-            for a, b in term_pairs(p.key_terms, p.read_terms):
-                n = a if p.read_dtype is None else a + b
+            for i, (a, b) in enumerate(pairs):
+                n = i if apart else a + b
                 sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
-        return sums[0] + (sums[1] + sums[2])
+        return functools.reduce(lambda total, x: x + total, reversed(sums))
 
     def reads(self, folded: bool) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""

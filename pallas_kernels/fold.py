@@ -7,6 +7,7 @@ it, where there is one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, copy_rows, load, operand_rows, store, zeros
+from pallas_kernels.layouts import beside, broadcast, load, operand_rows, store, zeros
 from pallas_kernels.problem import BLOCK, TILE, blocks
 from pallas_kernels.products import ACC, LHS, RHS, split, term_pairs
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import encode, load_tile
+from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
 
 
@@ -35,7 +36,7 @@ class Fold(Solve):
         raise NotImplementedError
 
     def multiply_tile(self, ref: Any, i: Any) -> None:
-        """The same for the columns of several tokens."""
+        """The same on tensor cores: for several tokens, or from a copy."""
         raise NotImplementedError
 
     def fold(self) -> None:
@@ -68,25 +69,14 @@ class Fold(Solve):
             if p.solves_again:
                 self.solve_tile(slot, i)
                 self.make_fold_records(i, operand)
-            state = load(sm.state.at[slot], ACC, optimized=True)
-            shape = (TILE, p.key_dim)
-            if p.channel:
-                total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
-            else:
-                total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
-                total = broadcast(total, shape, (0,), ACC)
-            state = jnp.where(self.fresh, 0.0, state * total)
-            if self.mode.wgmma:
-                state = pl.run_state(self.accumulate)(plgpu.ACC.init(state))
-            else:
-                for first in blocks(p.padded_window):
-                    state = self.add_products(state, first)
-            store(sm.state.at[slot], state, optimized=True)
+            for channels in self.parts:
+                state = self.fold_part(slot, i, channels)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
-                self.encode_tile(state, i)
-                self.read_encoded(i)
+                self.encode_tile(slot, i)
+                if p.num_tokens:  # as later steps will read it
+                    self.multiply_tile(sm.encoded, i)
             elif p.num_tokens == 1:
                 columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
                 self.read_tile(state, i, columns, ACC)
@@ -96,27 +86,57 @@ class Fold(Solve):
         if self.copy is not None and sm.scale is not None:
             store(self.rows_of(self.copy.scale, self.b), load(sm.scale, self.layout))
 
-    def encode_tile(self, state: jax.Array, i: Any) -> None:
+    @property
+    def parts(self) -> list[Any]:
+        """Key channels that are folded at once: beside a copy few, for the registers they take."""
+        n = self.p.key_dim
+        width = 64 if self.copy is not None and n % 64 == 0 else n
+        return [pl.ds(first, width) for first in range(0, n, width)]
+
+    def fold_part(self, slot: Any, i: Any, channels: Any) -> jax.Array:
+        """Fold some key channels of tile i."""
+        p, sm = self.p, self.sm
+        place = sm.state.at[slot, :, channels]
+        state = load(place, ACC, optimized=True)
+        if p.channel:
+            total = load(sm.total.at[channels], ACC.reduce(0))
+            total = broadcast(total, state.shape, (1,), ACC)
+        else:
+            total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
+            total = broadcast(total, state.shape, (0,), ACC)
+        state = jnp.where(self.fresh, 0.0, state * total)
+        if self.mode.wgmma:
+            accumulate = functools.partial(self.accumulate, channels)
+            state = pl.run_state(accumulate)(plgpu.ACC.init(state))
+        else:
+            for first in blocks(p.padded_window):
+                state = self.add_products(state, first, channels)
+        store(place, state, optimized=True)
+        return state
+
+    def encode_tile(self, slot: Any, i: Any) -> None:
         """Make and write tile i of the new copy, in the place of the state once that has left."""
-        sm = self.sm
-        values, scale = encode(state, self.p.read_dtype, ACC)
+        p, sm = self.p, self.sm
+
+        def state_part(channels: Any) -> jax.Array:
+            return load(sm.state.at[slot, :, channels], ACC, optimized=True)
+
+        scale = None
+        if sm.scale is not None:
+            amax = zeros((TILE,), ACC.reduce(1))
+            for channels in self.parts:
+                amax = jnp.maximum(amax, jnp.max(jnp.abs(state_part(channels)), axis=1))
+            scale, kept = make_scale(amax, p.read_dtype)
+            store(self.tile_rows(sm.scale, i=i), kept)
+        # From shared memory, for the registers; few of them hold all of the copy.
+        values = []
+        for channels in self.parts:
+            values.append(encode(state_part(channels), scale, p.read_dtype, ACC))
+        plgpu.commit_smem()  # all threads have read it
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store(sm.encoded, values)
-        if scale is not None:
-            store(self.tile_rows(sm.scale, i=i), scale)
+        store(sm.encoded, beside(values, ACC, interpret=self.mode.interpret))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
-
-    def read_encoded(self, i: Any) -> None:
-        """Read the columns from tile i of the new copy, as later steps will."""
-        p, sm = self.p, self.sm
-        if p.num_tokens == 1:
-            layout = copy_rows(p.key_dim, p.read_bytes)[1]
-            columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
-            tile = load_tile(sm.encoded, p.read_dtype, p.key_dim, self.mode.interpret)
-            self.read_tile(tile, i, columns, layout)
-        elif p.num_tokens:
-            self.multiply_tile(sm.encoded, i)
 
     def make_fold_records(self, i: Any, layout: Any) -> None:
         """The window's weighted records in the rows of state tile i, as bf16 terms."""
@@ -177,22 +197,23 @@ class Fold(Solve):
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
-    def accumulate(self, acc: Any) -> None:
+    def accumulate(self, channels: Any, acc: Any) -> None:
         """Add the product of the window's records and keys to an accumulator (Hopper)."""
         p, sm = self.p, self.sm
         for first in blocks(p.padded_window):
             here = pl.ds(first, BLOCK)
             for a, b in term_pairs(p.key_terms):
                 records = sm.fold_record.at[a, here].transpose((1, 0))
-                plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
+                plgpu.wgmma(acc, records, sm.fold_key.at[b, here, channels])
         plgpu.wgmma_wait(0)
 
-    def add_products(self, state: jax.Array, first: int) -> jax.Array:
-        """State tile plus the product of 16 records and their keys, term by term."""
+    def add_products(self, state: jax.Array, first: int, channels: Any) -> jax.Array:
+        """Part of a state tile plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
         for a, b in term_pairs(p.key_terms):
             records = sm.fold_record.at[a, here]
-            keys = sm.key.at[here] if sm.fold_key is None else sm.fold_key.at[b, here]
+            keys = sm.key if sm.fold_key is None else sm.fold_key.at[b]
+            keys = keys.at[here, channels]
             if self.mode.interpret:  # it has no warp-level products
                 records, keys = (load(x, operand_rows()).astype(F32) for x in (records, keys))
                 state = state + records.T @ keys

@@ -31,7 +31,6 @@ from pallas_kernels.configs import choose, why_not
 from pallas_kernels.fold import Fold
 from pallas_kernels.layouts import (
     broadcast,
-    copy_rows,
     is_replicated,
     load,
     spread,
@@ -63,7 +62,7 @@ from pallas_kernels.products import (
     tile_terms,
 )
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import ReadCopy, load_tile
+from pallas_kernels.read_copy import ReadCopy
 from pallas_kernels.scratch import Scratch, scratch_types
 
 
@@ -295,8 +294,8 @@ class Step(Fold):
     def make_columns(self) -> None:
         """By channel: q and k of the new tokens times their decay since the window, in float32.
 
-        For several tokens also as operands of tensor-core products with the state, which by channel
-        is yet to decay over the window, unless that was folded.
+        Also as operands of tensor-core products with the state, where there are such; it is yet to
+        decay over the window by channel, unless that was folded.
         """
         p, sm = self.p, self.sm
         since = window = None
@@ -315,7 +314,8 @@ class Step(Fold):
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
                     for b, term in enumerate(split(rest, p.key_terms)):
-                        store(sm.operand.at[b, c, here], term)
+                        at = (0, b * p.num_columns + c) if p.packs_terms else (b, c)
+                        store(sm.operand.at[(*at, here)], term)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -338,10 +338,12 @@ class Step(Fold):
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
 
     def multiply_tile(self, ref: Any, i: Any) -> None:
-        """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
-        p, sm = self.p, self.sm
-        lhs, rhs = operand_layouts(p.key_dim)
-        narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
+        """The same on tensor cores, of several tokens or from a copy; the tile is at `ref`."""
+        p, sm, interpret = self.p, self.sm, self.mode.interpret
+        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
+        if p.packs_terms:
+            return self.multiply_tile_once(ref, i)
+        narrow = lhs is LHS and not interpret and p.read_dtype is None
         # Sums of their own, as each product of a sum waits for the one before.
         sums = [zeros((TILE, p.padded_columns), ACC)] * 3
         # Some channels at a time, for the registers that their terms take.
@@ -353,8 +355,30 @@ class Step(Fold):
             factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
             for a, b in term_pairs(p.key_terms, p.read_terms):
                 n = a if p.read_dtype is None else a + b
-                sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
+                sums[n] = multiply(sums[n], state[a], factors[b], layouts, interpret=interpret)
         store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
+
+    def multiply_tile_once(self, ref: Any, i: Any) -> None:
+        """The same for one token: one product of a copy's tile with all terms of its columns."""
+        p, sm = self.p, self.sm
+        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
+        sums = [zeros((TILE, p.padded_columns), ACC)] * 2
+        # Two sums, for each product of one waits for the one before.
+        halves = p.key_dim * p.read_bytes % 256 == 0
+        width = p.key_dim // 2 if halves else p.key_dim
+        for n, first in enumerate(range(0, p.key_dim, width)):
+            here = pl.ds(first, width)
+            factor = load(self.operand(0, here), rhs)
+            for term in tile_terms(load(ref.at[:, here], lhs), p.read_terms):
+                sums[n] = multiply(sums[n], term, factor, layouts, interpret=self.mode.interpret)
+        total = sums[0] + sums[1]
+        place = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=ACC)
+        for c in range(p.num_columns):
+            here = place == c
+            for term in range(1, p.key_terms):
+                here = here | (place == c + term * p.num_columns)
+            found = jnp.sum(jnp.where(here, total, 0.0), axis=1)
+            store(self.tile_rows(sm.read, c, i=i), found)
 
     def reads(self) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""
@@ -375,28 +399,22 @@ class Step(Fold):
         p, sm = self.p, self.sm
         if self.copy is None:
             tiles, arrived, stages = sm.state, sm.state_bar, self.c.stages
-            tile_at, layout = self.tile, state_rows(p.key_dim)
+            tile_at = self.tile
         else:
             tiles, arrived, stages = sm.copy, sm.copy_bar, self.c.copies
-            tile_at, layout = self.copy_tile, copy_rows(p.key_dim, p.read_bytes)[1]
-
-        def load_state(ref: Any) -> jax.Array:
-            if self.copy is None:
-                return load(ref, layout)
-            return load_tile(ref, p.read_dtype, p.key_dim, self.mode.interpret)
-
-        columns = []
-        if p.num_tokens == 1:
+            tile_at = self.copy_tile
+        columns, layout = [], state_rows(p.key_dim)
+        if sm.operand is None:
             columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
-        if p.num_tokens == 1 and p.channel:
-            columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
+            if p.channel:
+                columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
 
         @pl.loop(0, self.c.num_tiles)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(arrived.at[slot])
-            if p.num_tokens == 1:
-                self.read_tile(load_state(tiles.at[slot]), i, columns, layout)
+            if sm.operand is None:
+                self.read_tile(load(tiles.at[slot], layout), i, columns, layout)
             else:
                 self.multiply_tile(tiles.at[slot], i)
             if self.c.num_tiles > stages:
@@ -417,7 +435,7 @@ class Step(Fold):
             self.score_new_by_channel()
         else:
             firsts.append(p.padded_window)
-        if sm.operand is not None and p.key_terms == 1:
+        if p.num_tokens > 1 and p.key_terms == 1:
             return self.multiply_keys(firsts)
         keys = {}
         for first in firsts:
@@ -624,7 +642,7 @@ class Step(Fold):
             if p.solves_again:
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
-        if sm.column is not None or sm.operand is not None:
+        if sm.column is not None or (sm.operand is not None and not p.packs_tokens):
             if is_replicated(p.key_dim) or sm.apart is not None or sm.shared is not None:
                 plgpu.commit_smem()
             self.make_columns()
@@ -722,7 +740,7 @@ def launch(
     p = problem
 
     def body(*args: Any) -> None:
-        refs, scratch = args[:-1], args[-1].unpacked()
+        refs, scratch = args[:-1], args[-1].unpacked(p.key_dim)
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
         rows = Rows(*refs[:4])

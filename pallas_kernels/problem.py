@@ -90,6 +90,16 @@ class Problem:
         return round_up(self.num_columns, 8)
 
     @property
+    def packs_terms(self) -> bool:
+        """Whether one product has all terms of the columns beside each other: one token, a copy."""
+        return self.num_tokens == 1 and self.read_dtype is not None
+
+    @property
+    def packs_tokens(self) -> bool:
+        """Whether these columns are the new query and key as they are."""
+        return self.packs_terms and self.key_terms == 1
+
+    @property
     def score_columns(self) -> int:
         """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
         if self.num_tokens < 2:

@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -27,7 +28,7 @@ class Scratch(NamedTuple):
     v: Any
     g: Any  # channel decay: new log-decays
     column: Any  # channel decay: q and k times their decay since the window
-    operand: Any  # T > 1: bf16 terms of the columns as the state sees them
+    operand: Any  # T > 1, or a copy: bf16 terms of the columns as the state sees them
     apart: Any  # scalar decay, T > 1: decay by the new tokens from one to another
     total: Any  # decay of the checkpoint by the window, for each channel or head
     row_total: Any  # scalar decay: the same for each state row
@@ -48,7 +49,7 @@ class Scratch(NamedTuple):
     copy_bar: Any
     window_bar: Any
 
-    def unpacked(self) -> Scratch:
+    def unpacked(self, key_dim: int) -> Scratch:
         """The same with the parts of `shared` and `either` as fields of their own."""
         found = self
         if self.either is not None:
@@ -60,6 +61,9 @@ class Scratch(NamedTuple):
                 encoded=encoded,
                 copy=copy[0] if copy else None,
             )
+        if self.q is None:
+            q, k = (self.operand.at[0, pl.ds(i, 1), pl.ds(0, key_dim)] for i in (0, 1))
+            found = found._replace(q=q, k=k)
         if self.shared is not None:
             window, *decayed, fold_key = self.shared
             *gate, key = window
@@ -91,7 +95,7 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
     tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
     channel = p.channel
-    operand = (p.key_terms, p.padded_columns, operand_width(n))
+    operand = (1 if p.packs_terms else p.key_terms, p.padded_columns, operand_width(n))
     key = sm((window, n), p.key_dtype)
     gate = sm((window, n), F32) if channel else None
     column = sm((columns, n), F32) if channel else None
@@ -127,12 +131,12 @@ def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
         key=None if shared else key,
         record=sm((window, *rows), p.record_dtype),
         gate=None if shared else gate,
-        q=sm((p.token_rows if channel and several else tokens, n), p.key_dtype),
-        k=sm((new, n), p.key_dtype),
+        q=None if p.packs_tokens else sm((p.token_rows if channel and several else tokens, n), p.key_dtype),
+        k=None if p.packs_tokens else sm((new, n), p.key_dtype),
         v=sm((tokens, *rows), p.value_dtype),
         g=sm((tokens, n), F32) if channel else None,
         column=column,
-        operand=sm(operand, bf16) if several else None,
+        operand=sm(operand, bf16) if several or p.packs_terms else None,
         apart=sm((tokens, tokens, *heads), F32) if several and not channel else None,
         total=sm((n,) if channel else heads, F32),
         row_total=sm(rows, F32) if mode.fold and not channel else None,

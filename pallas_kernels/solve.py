@@ -148,7 +148,7 @@ class Solve(Program):
             factors = split(keys, p.key_terms)
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
-                sums[a] = multiply(sums[a], *operands, interpret=interpret, narrow=True)
+                sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
         store(sm.again.read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
 
     def substitute(self, i: Any, first: int) -> None:

@@ -65,10 +65,11 @@ class Fold(Solve):
                         self.tile(following), sm.state.at[place], sm.state_bar.at[place]
                     )
 
-            plgpu.barrier_wait(sm.state_bar.at[slot])
             if p.solves_again:
                 self.solve_tile(slot, i)
                 self.make_fold_records(i, operand)
+            else:
+                plgpu.barrier_wait(sm.state_bar.at[slot])
             for channels in self.parts:
                 state = self.fold_part(slot, i, channels)
             plgpu.commit_smem()
@@ -141,11 +142,15 @@ class Fold(Solve):
     def make_fold_records(self, i: Any, layout: Any) -> None:
         """The window's weighted records in the rows of state tile i, as bf16 terms."""
         sm = self.sm
-        for first in blocks(self.p.padded_window):
-            here = pl.ds(first, BLOCK)
-            records = self.fold_records(first, i, layout)
+        firsts = blocks(self.p.padded_window)
+        if self.p.solves_again:  # the terms lie where the updates lie
+            found = [self.fold_records(first, i, layout) for first in firsts]
+            plgpu.commit_smem()
+        else:
+            found = (self.fold_records(first, i, layout) for first in firsts)
+        for first, records in zip(firsts, found, strict=True):
             for term, part in enumerate(split(records, 3)):
-                store(sm.fold_record.at[term, here], part)
+                store(sm.fold_record.at[term, pl.ds(first, BLOCK)], part)
         plgpu.commit_smem()
 
     def make_fold_keys(self, layout: Any) -> None:
@@ -167,7 +172,11 @@ class Fold(Solve):
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
-        records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
+        if self.p.solves_again:
+            place = self.sm.again.record.at[here]
+        else:
+            place = self.tile_rows(self.sm.record, here, i=i)
+        records = load(place, layout).astype(F32)
         if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)

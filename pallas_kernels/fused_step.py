@@ -164,17 +164,10 @@ class Step(Fold):
         """Start the copies of the committed records, in chunks, live ones only."""
         p, sm, b = self.p, self.sm, self.b
 
-        def start_records(slots: Any, here: Any, bar: Any) -> None:
-            def start(ring: Any, place: Any) -> None:
-                plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), place.at[here], bar)
+        ring = self.ring.update if p.delta else self.ring.value
 
-            if p.solves_again:
-                self.branch(
-                    lambda: start(self.ring.value, sm.again.value),
-                    lambda: start(self.ring.update, sm.record),
-                )
-            else:
-                start(self.ring.update if p.delta else self.ring.value, sm.record)
+        def start_records(slots: Any, here: Any, bar: Any) -> None:
+            plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), sm.record.at[here], bar)
 
         for chunk in range(p.num_chunks):
 
@@ -185,19 +178,24 @@ class Step(Fold):
                 plgpu.copy_gmem_to_smem(
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
-                start_records(slots, here, bar)
+                if p.solves_again:  # a fold brings raw values itself
+                    bar_of = sm.record_bar.at[chunk]
+                    self.branch(lambda: None, lambda: start_records(slots, here, bar_of))
+                else:
+                    start_records(slots, here, bar)
                 if p.channel:
                     plgpu.copy_gmem_to_smem(
                         self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
                     )
 
-    def wait_window(self) -> None:
+    def wait_window(self, bars: Any = None) -> None:
         """Wait for the records of the window."""
+        bars = self.sm.window_bar if bars is None else bars
         for chunk in range(self.p.num_chunks):
 
             @pl.when(self.length > chunk * CHUNK)
             def _(chunk: int = chunk) -> None:
-                plgpu.barrier_wait(self.sm.window_bar.at[chunk])
+                plgpu.barrier_wait(bars.at[chunk])
 
     def weigh_records(self) -> None:
         """Weights of the records, decay of the checkpoint, and the gates of the new tokens.
@@ -662,6 +660,8 @@ class Step(Fold):
             self.read_state()
             if not p.channel:
                 self.wait_window()
+            if sm.record_bar is not None:
+                self.wait_window(sm.record_bar)
             after(folded=False)
 
         def after(folded: bool) -> None:
@@ -685,7 +685,7 @@ class Step(Fold):
 
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
-        self.prepare_solve(self.ring.beta)
+        self.prepare_solve(self.ring.beta, self.ring.value)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""
@@ -740,7 +740,7 @@ def launch(
     p = problem
 
     def body(*args: Any) -> None:
-        refs, scratch = args[:-1], args[-1].unpacked(p.key_dim)
+        refs, scratch = args[:-1], args[-1].unpacked(p)
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
         rows = Rows(*refs[:4])
@@ -755,6 +755,8 @@ def launch(
         grid=(p.batch * programs_per_row(p, config),),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # rows lie within warps
         ),
     )(*rows, *inputs)

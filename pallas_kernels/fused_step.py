@@ -52,6 +52,7 @@ from pallas_kernels.problem import (
 from pallas_kernels.products import (
     ACC,
     LHS,
+    RHS,
     SUMS,
     multiply,
     multiply_rows,
@@ -335,12 +336,18 @@ class Step(Fold):
             column = broadcast(column, (TILE, self.p.key_dim), (1,), layout)
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
 
-    def multiply_tile(self, ref: Any, i: Any) -> None:
-        """The same on tensor cores, of several tokens or from a copy; the tile is at `ref`."""
+    def multiply_tile(self, ref: Any, i: Any, factors: list[jax.Array] | None = None) -> None:
+        """The same on tensor cores, of several tokens or from a copy; the tile is at `ref`.
+
+        Args:
+          ref: [TILE, N].
+          i: which tile.
+          factors: what `tile_factors` found, for one token.
+        """
         p, sm, interpret = self.p, self.sm, self.mode.interpret
-        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
         if p.packs_terms:
-            return self.multiply_tile_once(ref, i)
+            return self.multiply_tile_once(ref, i, factors or self.tile_factors())
+        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
         narrow = lhs is LHS and not interpret and p.read_dtype is None
         # Sums of their own, as each product of a sum waits for the one before.
         sums = [zeros((TILE, p.padded_columns), ACC)] * 3
@@ -356,26 +363,40 @@ class Step(Fold):
                 sums[n] = multiply(sums[n], state[a], factors[b], layouts, interpret=interpret)
         store(self.tile_rows(sm.read, i=i), sums[0] + (sums[1] + sums[2]))
 
-    def multiply_tile_once(self, ref: Any, i: Any) -> None:
-        """The same for one token: one product of a copy's tile with all terms of its columns."""
-        p, sm = self.p, self.sm
-        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
+    @property
+    def tile_parts(self) -> list[Any]:
+        """Key channels of a copy's tile for two sums: each product of one waits for the last."""
+        n = self.p.key_dim
+        width = n // 2 if n * self.p.read_bytes % 256 == 0 else n
+        return [pl.ds(first, width) for first in range(0, n, width)]
+
+    @property
+    def tile_layouts(self) -> tuple[Any, Any]:
+        """Of the operands, for one token. Lanes read the 16-bit ones as `plgpu.mma` wants them."""
+        if self.p.read_bytes == 2:
+            return LHS, RHS
+        return operand_layouts(self.p.key_dim, 1)
+
+    def tile_factors(self) -> list[jax.Array]:
+        """For one token, by which the parts of a copy's tile are multiplied."""
+        rhs = self.tile_layouts[1]
+        return [load(self.operand(0, here), rhs) for here in self.tile_parts]
+
+    def multiply_tile_once(self, ref: Any, i: Any, factors: list[jax.Array]) -> None:
+        """One product of a copy's tile with all terms of one token's columns beside each other."""
+        p, sm, interpret = self.p, self.sm, self.mode.interpret
         sums = [zeros((TILE, p.padded_columns), ACC)] * 2
-        # Two sums, for each product of one waits for the one before.
-        halves = p.key_dim * p.read_bytes % 256 == 0
-        width = p.key_dim // 2 if halves else p.key_dim
-        for n, first in enumerate(range(0, p.key_dim, width)):
-            here = pl.ds(first, width)
-            factor = load(self.operand(0, here), rhs)
-            for term in tile_terms(load(ref.at[:, here], lhs), p.read_terms):
-                sums[n] = multiply(sums[n], term, factor, layouts, interpret=self.mode.interpret)
+        for n, (here, factor) in enumerate(zip(self.tile_parts, factors, strict=True)):
+            tile = load(ref.at[:, here], self.tile_layouts[0])
+            for term in tile_terms(tile, p.read_terms):
+                sums[n] = multiply(sums[n], term, factor, self.tile_layouts, interpret=interpret)
         total = sums[0] + sums[1]
         place = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=ACC)
         for c in range(p.num_columns):
-            here = place == c
+            column = place == c
             for term in range(1, p.key_terms):
-                here = here | (place == c + term * p.num_columns)
-            found = jnp.sum(jnp.where(here, total, 0.0), axis=1)
+                column = column | (place == c + term * p.num_columns)
+            found = jnp.sum(jnp.where(column, total, 0.0), axis=1)
             store(self.tile_rows(sm.read, c, i=i), found)
 
     def reads(self) -> list[jax.Array]:
@@ -407,6 +428,8 @@ class Step(Fold):
             if p.channel:
                 columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
 
+        factors = self.tile_factors() if p.packs_terms else None
+
         @pl.loop(0, self.c.num_tiles)
         def _(i: jax.Array) -> None:
             slot = lax.rem(i, stages)
@@ -414,7 +437,7 @@ class Step(Fold):
             if sm.operand is None:
                 self.read_tile(load(tiles.at[slot], layout), i, columns, layout)
             else:
-                self.multiply_tile(tiles.at[slot], i)
+                self.multiply_tile(tiles.at[slot], i, factors)
             if self.c.num_tiles > stages:
                 plgpu.commit_smem()  # all threads have read the tile
 

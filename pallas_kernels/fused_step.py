@@ -452,7 +452,9 @@ class Step(Fold):
         """
         p, sm = self.p, self.sm
         firsts = list(blocks(p.padded_window)) if window else []
-        if p.channel and p.num_tokens > 1:
+        if p.packs_terms:
+            self.score_new_key()
+        elif p.channel and p.num_tokens > 1:
             self.score_new_by_channel()
         else:
             firsts.append(p.padded_window)
@@ -505,6 +507,16 @@ class Step(Fold):
             return c
         tokens = self.p.num_tokens
         return c // tokens * self.p.token_rows + c % tokens
+
+    def score_new_key(self) -> None:
+        """The same of one new key, a warp for itself."""
+        p, sm = self.p, self.sm
+        layout, shape = token_rows(p.key_dim), (4, p.key_dim)
+        key = load(sm.k.at[0], layout.reduce(0)).astype(F32)
+        for c in range(p.num_columns):
+            products = key * load(self.raw_column(c), layout.reduce(0)).astype(F32)
+            scores = jnp.sum(broadcast(products, shape, (1,), layout), axis=1)
+            store(sm.score.at[pl.ds(p.padded_window, 4), c], scores)
 
     def score_new_by_channel(self) -> None:
         """The same by channel: key by key, for all later tokens at once, over whose rows lie warps.

@@ -146,12 +146,15 @@ def _relabel(
         parts: Any
         width = 64 if layout in (_WIDE_LHS[1], _WIDEST_RHS) else 32
         pairs = range(0, layout.to_mgpu().vector_length, 2)
-        if layout in (*_WIDE_LHS.values(), _ROWS):  # by (m, k, half of the rows, part of the lane's)
+        if layout in (
+            *_WIDE_LHS.values(),
+            _ROWS,
+        ):  # by (m, k, half of the rows, of the lane's)
             parts = registers.reshape(shape[0] // 64, shape[1] // width, 2, -1)
             registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
             registers = registers.reshape(*parts.shape[:3], width // 16, 2)
             registers = registers.transpose(0, 1, 3, 4, 2)
-        elif layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, part of the lane's)
+        elif layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, of the lane's)
             parts = registers.reshape(shape[0] // width, shape[1] // 8, -1)
             registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
             registers = registers.reshape(*parts.shape[:2], width // 16, 2).transpose(0, 2, 1, 3)

@@ -201,10 +201,12 @@ class Packed:
         return found
 
     def tree_flatten(self) -> tuple[Any, Any]:
+        """As JAX asks for."""
         return (self.ref,), self.shapes
 
     @classmethod
     def tree_unflatten(cls, shapes: Any, children: Any) -> Packed:
+        """As JAX asks for."""
         return cls(*children, shapes)
 
 

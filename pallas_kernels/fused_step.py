@@ -64,7 +64,7 @@ from pallas_kernels.products import (
 )
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import Scratch, scratch_types
+from pallas_kernels.scratch import BETA, Scratch, scratch_types
 
 
 class Ring(NamedTuple):
@@ -720,7 +720,9 @@ class Step(Fold):
 
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
-        self.prepare_solve(self.ring.beta, self.ring.value)
+        for first, beta in self.gates_of_window(self.ring.beta).items():
+            store(self.gate_rows(self.sm.solve_gate.at[BETA], first), beta)
+        self.prepare_solve(self.ring.value)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""

@@ -58,30 +58,25 @@ class Solve(Program):
         """Slot of record j of the window."""
         return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
 
-    def prepare_solve(self, beta: Any, value: Any) -> None:
+    def prepare_solve(self, value: Any) -> None:
         """What the systems of all state rows share, from the keys and gates of the window.
 
         Args:
-          beta: the ring's, [B, R, H] in device memory.
-          value: the ring's, [B, R, H, P], which is read later.
+          value: the ring's, [B, R, H, P] in device memory, which is read later.
         """
         self.value = value
-        self.load_gates(beta)
+        if not self.p.channel:
+            self.make_gates()
         if self.p.has_solve_keys:
             self.make_solve_keys()
         plgpu.commit_smem()
         self.make_system()
         plgpu.commit_smem()  # all threads have read the window
 
-    def load_gates(self, beta: Any) -> None:
-        """Gates of the records, for each head; dead records do not decay."""
-        p = self.p
-        order = range(p.window)
-        betas = [self.load_gate(beta, self.b, self.slot(j)) for j in order]
-        for j, value in enumerate(betas):
-            self.store_heads(value, self.sm.solve_gate, BETA, j)
+    def make_gates(self) -> None:
+        """Scalar decay of the records, for each head; dead records do not decay."""
         since = self.constant(0.0)
-        for j in order if not p.channel else ():
+        for j in range(self.p.window):
             decay = self.load_heads(self.sm.decay, j)
             since = since + decay
             self.store_heads(jnp.exp(decay), self.sm.solve_gate, DECAY, j)
@@ -136,17 +131,18 @@ class Solve(Program):
                 values = self.load_values(i, first)
                 if first == 0:
                     plgpu.barrier_wait(sm.state_bar.at[slot])
-                for n, value in enumerate(values):
-                    store(sm.again.value.at[n], value)
+                for n, value in values.items():
+                    store(sm.again.value.at[pl.ds(n, 8)], value)
                 self.read_keys(slot, first)
                 plgpu.commit_smem()
                 self.substitute(i, first)
                 plgpu.commit_smem()
 
-    def load_values(self, i: Any, first: int) -> list[jax.Array]:
-        """Raw values of 16 records in the rows of state tile i, from device memory."""
-        slots = [self.slot(first + n) for n in range(min(BLOCK, self.p.window - first))]
-        layout = spread(TILE, vector=1)
+    def load_values(self, i: Any, first: int) -> dict[int, jax.Array]:
+        """Raw values of 16 records in the rows of state tile i, from device memory, by eights."""
+        found = range(0, min(BLOCK, self.p.window - first), 8)
+        slots = [pl.ds(self.slot(first + n), 8) for n in found]
+        layout = spread(8, TILE)
         if self.c.rows % TILE == 0:
             per_head = self.c.rows // TILE
             head = self.head + i // per_head
@@ -156,7 +152,7 @@ class Solve(Program):
             flat = self.value.reshape(*self.value.shape[:2], -1)
             rows = pl.ds(self.first_row + i * TILE, TILE)
             places = [flat.at[self.b, slot, rows] for slot in slots]
-        return [load(place, layout) for place in places]
+        return {n: load(place, layout) for n, place in zip(found, places, strict=True)}
 
     def read_keys(self, slot: Any, first: int) -> None:
         """Products of the state tile with 16 keys of the window, some key channels at a time."""

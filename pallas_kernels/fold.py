@@ -120,6 +120,8 @@ class Fold(Solve):
         p, sm = self.p, self.sm
 
         def state_part(channels: Any) -> jax.Array:
+            if channels.start:
+                plgpu.commit_smem()  # not sooner, for the registers that it takes
             return load(sm.state.at[slot, :, channels], ACC, optimized=True)
 
         scale = None
@@ -133,8 +135,7 @@ class Fold(Solve):
         values = []
         for channels in self.parts:
             values.append(encode(state_part(channels), scale, p.read_dtype, ACC))
-        plgpu.commit_smem()  # all threads have read it
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have read it, too
         store(sm.encoded, beside(values, ACC, interpret=self.mode.interpret))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))

@@ -124,13 +124,13 @@ class Solve(Program):
     def solve_tile(self, slot: Any, i: Any) -> None:
         """The updates of the window's records in the rows of state tile i, once that is there."""
         sm = self.sm
+        early = self.load_values(i, 0)
+        plgpu.barrier_wait(sm.state_bar.at[slot])
         for first in blocks(self.p.padded_window):
 
             @pl.when(first < self.length)
             def _(first: int = first) -> None:
-                values = self.load_values(i, first)
-                if first == 0:
-                    plgpu.barrier_wait(sm.state_bar.at[slot])
+                values = self.load_values(i, first) if first else early
                 for n, value in values.items():
                     store(sm.again.value.at[pl.ds(n, 8)], value)
                 self.read_keys(slot, first)

@@ -695,14 +695,14 @@ class Step(Fold):
             self.read_state()
             if not p.channel:
                 self.wait_window()
-            if sm.record_bar is not None:
-                self.wait_window(sm.record_bar)
             after(folded=False)
 
         def after(folded: bool) -> None:
             if not p.num_tokens:
                 return
             self.score_keys(window=not folded)
+            if sm.record_bar is not None and not folded:
+                self.wait_window(sm.record_bar)
             plgpu.commit_smem()
             self.finish(folded)
 

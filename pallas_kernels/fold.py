@@ -7,7 +7,6 @@ it, where there is one.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, copy_rows, load, operand_rows, store, zeros
+from pallas_kernels.layouts import beside, broadcast, load, operand_rows, store, zeros
 from pallas_kernels.problem import BLOCK, TILE, blocks
-from pallas_kernels.products import ACC, LHS, RHS, split, term_pairs
+from pallas_kernels.products import ACC, LHS, RECORDS, RHS, split, term_pairs, transpose
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import encode, load_tile
+from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
 
 
@@ -32,16 +31,8 @@ def gather(reads: tuple[jax.Array, ...], i: Any, read: Any) -> tuple[jax.Array, 
 class Fold(Solve):
     """The part of a step's program that folds; what reads a tile is the step's."""
 
-    def column(self, c: int, layout: Any) -> jax.Array:
-        """Column c as the window's end sees it, [N]."""
-        raise NotImplementedError
-
-    def read_tile(self, state: jax.Array, i: Any, columns: list[jax.Array], layout: Any) -> None:
-        """S r for the rows of tile i and each column r of one token."""
-        raise NotImplementedError
-
-    def multiply_tile(self, ref: Any) -> jax.Array:
-        """S r for the rows of the tile at `ref` and each column r of several tokens."""
+    def read_folded(self, ref: Any, i: Any) -> jax.Array | None:
+        """Read the columns from tile i at `ref`; returned for several tokens, else stored."""
         raise NotImplementedError
 
     def no_reads(self) -> tuple[jax.Array, ...]:
@@ -58,20 +49,19 @@ class Fold(Solve):
     def fold(self) -> None:
         """Fold the window into the state, tile by tile, and read the columns in the same pass."""
         p, sm, stages = self.p, self.sm, self.c.stages
-        operand = operand_rows()
         if sm.row_total is not None:
             total = self.over_rows(self.load_heads(sm.total))
             store(sm.row_total, zeros(self.shape, self.layout) + total)
-        self.make_fold_keys(operand)
+        self.make_fold_keys(operand_rows())
         plgpu.commit_smem()
 
         @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
         def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
-            if not p.solves_again:
-                self.make_fold_records(0, i, operand)
             if self.c.num_tiles > stages:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
+                plgpu.wait_smem_to_gmem(
+                    0, wait_read_only=True
+                )  # all have read and left the last one
                 following = i - 1 + stages
 
                 @pl.when((i > 0) & (following < self.c.num_tiles))
@@ -81,75 +71,75 @@ class Fold(Solve):
                         self.tile(following), sm.state.at[place], sm.state_bar.at[place]
                     )
 
-            plgpu.barrier_wait(sm.state_bar.at[slot])
             if p.solves_again:
                 self.solve_tile(slot, i)
-                self.make_fold_records(0, i, operand)
-            state = load(sm.state.at[slot], ACC, optimized=True)
-            shape = (TILE, p.key_dim)
-            if p.channel:
-                total = broadcast(load(sm.total, ACC.reduce(0)), shape, (1,), ACC)
-            elif sm.row_total is None:
-                total = sm.total[lax.div(i * TILE, self.c.rows)]
             else:
-                total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
-                total = broadcast(total, shape, (0,), ACC)
-            state = jnp.where(self.fresh, 0.0, state * total)
-            for first in blocks(p.padded_window):
-                if first:
-                    plgpu.commit_smem()  # all threads have used the records before
-                    self.make_fold_records(first, i, operand)
-                if self.mode.wgmma:
-                    accumulate = functools.partial(self.accumulate, first)
-                    state = pl.run_state(accumulate)(plgpu.ACC.init(state))
-                else:
-                    state = self.add_products(state, first)
-            store(sm.state.at[slot], state, optimized=True)
+                plgpu.barrier_wait(sm.state_bar.at[slot])
+            for channels in self.parts:
+                self.fold_part(slot, i, channels)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
-                self.encode_tile(state, i)
-                read = self.read_encoded(i)
-            elif p.num_tokens == 1:
-                columns = [self.column(c, ACC.reduce(0)) for c in range(p.num_columns)]
-                self.read_tile(state, i, columns, ACC)
-            elif p.num_tokens:
-                read = self.multiply_tile(sm.state.at[slot])
-            return gather(reads, i, read) if reads else reads
+                self.encode_tile(slot, i)
+            read = None
+            if p.num_tokens:  # as later steps will
+                read = self.read_folded(sm.state.at[slot] if self.copy is None else sm.encoded, i)
+            return reads if read is None else gather(reads, i, read)
 
-        self.store_reads(reads, sm.read_folded)
+        if reads:
+            self.store_reads(reads, sm.read_folded)
         if self.copy is not None and sm.scale is not None:
             store(self.rows_of(self.copy.scale, self.b), load(sm.scale, self.layout))
 
-    def encode_tile(self, state: jax.Array, i: Any) -> None:
+    @property
+    def parts(self) -> list[Any]:
+        """Key channels that are folded at once: few, for the registers they take."""
+        n = self.p.key_dim
+        width = 64 if n % 64 == 0 else n
+        return [pl.ds(first, width) for first in range(0, n, width)]
+
+    def fold_part(self, slot: Any, i: Any, channels: Any) -> None:
+        """Fold some key channels of tile i."""
+        p, sm = self.p, self.sm
+        place = sm.state.at[slot, :, channels]
+        state = load(place, ACC, optimized=True)
+        if p.channel:
+            total = load(sm.total.at[channels], ACC.reduce(0))
+            total = broadcast(total, state.shape, (1,), ACC)
+        elif sm.row_total is None:
+            total = sm.total[lax.div(i * TILE, self.c.rows)]
+        else:
+            total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
+            total = broadcast(total, state.shape, (0,), ACC)
+        state = jnp.where(self.fresh, 0.0, state * total)
+        for first in blocks(p.padded_window):
+            state = self.add_products(state, first, i, channels)
+        store(place, state, optimized=True)
+
+    def encode_tile(self, slot: Any, i: Any) -> None:
         """Make and write tile i of the new copy, in the place of the state once that has left."""
-        sm = self.sm
-        values, scale = encode(state, self.p.read_dtype, ACC)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store(sm.encoded, values)
-        if scale is not None:
-            store(self.tile_rows(sm.scale, i=i), scale)
+        p, sm = self.p, self.sm
+
+        def state_part(channels: Any) -> jax.Array:
+            if channels.start:
+                plgpu.commit_smem()  # not sooner, for the registers that it takes
+            return load(sm.state.at[slot, :, channels], ACC, optimized=True)
+
+        scale = None
+        if sm.scale is not None:
+            amax = zeros((TILE,), ACC.reduce(1))
+            for channels in self.parts:
+                amax = jnp.maximum(amax, jnp.max(jnp.abs(state_part(channels)), axis=1))
+            scale, kept = make_scale(amax, p.read_dtype)
+            store(self.tile_rows(sm.scale, i=i), kept)
+        # From shared memory, for the registers; few of them hold all of the copy.
+        values = []
+        for channels in self.parts:
+            values.append(encode(state_part(channels), scale, p.read_dtype, ACC))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have read it, too
+        store(sm.encoded, beside(values, ACC, interpret=self.mode.interpret))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
-
-    def read_encoded(self, i: Any) -> jax.Array | None:
-        """Read the columns from tile i of the new copy, as later steps will."""
-        p, sm = self.p, self.sm
-        if p.num_tokens == 1:
-            layout = copy_rows(p.key_dim, p.read_bytes)[1]
-            columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
-            tile = load_tile(sm.encoded, p.read_dtype, p.key_dim, self.mode.interpret)
-            self.read_tile(tile, i, columns, layout)
-        elif p.num_tokens:
-            return self.multiply_tile(sm.encoded)
-        return None
-
-    def make_fold_records(self, first: int, i: Any, layout: Any) -> None:
-        """16 weighted records from `first` on in the rows of state tile i, as bf16 terms."""
-        records = self.fold_records(first, i, layout)
-        for term, part in enumerate(split(records, 3, away=self.p.num_tokens > 1)):
-            store(self.sm.fold_record.at[term], part)
-        plgpu.commit_smem()
 
     def make_fold_keys(self, layout: Any) -> None:
         """The window's keys as bf16 terms in shared memory, dead ones zero."""
@@ -171,7 +161,11 @@ class Fold(Solve):
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
-        records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
+        if self.p.solves_again:
+            place = self.sm.solved.at[here]
+        else:
+            place = self.tile_rows(self.sm.record, here, i=i)
+        records = load(place, layout).astype(F32)
         if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
@@ -201,24 +195,35 @@ class Fold(Solve):
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
-    def accumulate(self, first: int, acc: Any) -> None:
-        """Add the product of 16 records and their keys to an accumulator (Hopper)."""
-        p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
-        for a, b in term_pairs(p.key_terms):
-            records = sm.fold_record.at[a].transpose((1, 0))
-            plgpu.wgmma(acc, records, sm.fold_key.at[b, here])
-        plgpu.wgmma_wait(0)
+    def record_terms(self, first: int, i: Any) -> list[jax.Array]:
+        """[64, 16] weighted records from `first` on in the rows of state tile i, as bf16 terms."""
+        records = self.fold_records(first, i, RECORDS)
+        if self.mode.interpret:
+            records = records.T
+        else:
+            records = transpose(records, plgpu.Layout.WGMMA if self.mode.wgmma else LHS)
+        return split(records, 3, away=True)
 
-    def add_products(self, state: jax.Array, first: int) -> jax.Array:
-        """State tile plus the product of 16 records and their keys, term by term."""
+    def add_products(self, state: jax.Array, first: int, i: Any, channels: Any) -> jax.Array:
+        """Part of state tile i plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
-        for a, b in term_pairs(p.key_terms):
-            records = sm.fold_record.at[a]
-            keys = sm.key.at[here] if sm.fold_key is None else sm.fold_key.at[b, here]
-            if self.mode.interpret:  # it has no warp-level products
-                records, keys = (load(x, operand_rows()).astype(F32) for x in (records, keys))
-                state = state + records.T @ keys
-            else:
-                records, keys = load(records.transpose((1, 0)), LHS), load(keys, RHS)
-                state = plgpu.mma(state, records, keys)
-        return state
+        if sm.fold_key is None:
+            keys = [sm.key.at[here, channels]]
+        else:
+            keys = [sm.fold_key.at[b, here, channels] for b in range(p.key_terms)]
+        terms, pairs = self.record_terms(first, i), term_pairs(p.key_terms)
+        if self.mode.interpret:  # it has no warp-level products
+            for a, b in pairs:
+                state = state + terms[a].astype(F32) @ load(keys[b], operand_rows()).astype(F32)
+            return state
+        if not self.mode.wgmma:
+            for a, b in pairs:
+                state = plgpu.mma(state, terms[a], load(keys[b], RHS))
+            return state
+
+        def accumulate(acc: Any) -> None:
+            for a, b in pairs:
+                plgpu.wgmma(acc, terms[a], keys[b])
+            plgpu.wgmma_wait(0)
+
+        return pl.run_state(accumulate)(plgpu.ACC.init(state))

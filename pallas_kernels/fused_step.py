@@ -32,7 +32,6 @@ from pallas_kernels.configs import choose, why_not
 from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
     broadcast,
-    copy_rows,
     decay,
     is_replicated,
     load,
@@ -55,6 +54,7 @@ from pallas_kernels.problem import (
 from pallas_kernels.products import (
     ACC,
     LHS,
+    RHS,
     SUMS,
     Shares,
     multiply,
@@ -66,8 +66,8 @@ from pallas_kernels.products import (
     tile_terms,
 )
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import ReadCopy, load_tile
-from pallas_kernels.scratch import Scratch, scratch_types
+from pallas_kernels.read_copy import ReadCopy
+from pallas_kernels.scratch import BETA, Scratch, places, unpack
 
 
 class Ring(NamedTuple):
@@ -168,17 +168,10 @@ class Step(Fold):
         """Start the copies of the committed records, in chunks, live ones only."""
         p, sm, b = self.p, self.sm, self.b
 
-        def start_records(slots: Any, here: Any, bar: Any) -> None:
-            def start(ring: Any, place: Any) -> None:
-                plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), place.at[here], bar)
+        ring = self.ring.update if p.delta else self.ring.value
 
-            if p.solves_again:
-                self.branch(
-                    lambda: start(self.ring.value, sm.again.value),
-                    lambda: start(self.ring.update, sm.record),
-                )
-            else:
-                start(self.ring.update if p.delta else self.ring.value, sm.record)
+        def start_records(slots: Any, here: Any, bar: Any) -> None:
+            plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), sm.record.at[here], bar)
 
         for chunk in range(p.num_chunks):
 
@@ -190,20 +183,24 @@ class Step(Fold):
                 plgpu.copy_gmem_to_smem(
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
-                start_records(slots, here, bar)
+                if p.solves_again:  # a fold brings raw values itself
+                    bar_of = sm.record_bar.at[chunk]
+                    self.branch(lambda: None, lambda: start_records(slots, here, bar_of))
+                else:
+                    start_records(slots, here, bar)
                 if p.channel:
                     plgpu.copy_gmem_to_smem(
                         self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
                     )
 
-    def wait_window(self) -> None:
+    def wait_window(self, bars: Any = None) -> None:
         """Wait for the records of the window."""
-        p = self.p
+        p, bars = self.p, self.sm.window_bar if bars is None else bars
         for chunk in range(p.num_chunks):
 
             @pl.when(self.length > chunk * p.chunk)
             def _(chunk: int = chunk) -> None:
-                plgpu.barrier_wait(self.sm.window_bar.at[chunk])
+                plgpu.barrier_wait(bars.at[chunk])
 
     def weigh_records(self) -> None:
         """Weights of the records, decay of the checkpoint, and the gates of the new tokens.
@@ -321,8 +318,8 @@ class Step(Fold):
     def make_columns(self) -> None:
         """By channel: q and k of the new tokens times their decay since the window, in float32.
 
-        For several tokens also as operands of tensor-core products with the state, which by channel
-        is yet to decay over the window, unless that was folded.
+        Also as operands of tensor-core products with the state, where there are such; it is yet to
+        decay over the window by channel, unless that was folded.
         """
         p, sm = self.p, self.sm
         since = window = None
@@ -341,7 +338,8 @@ class Step(Fold):
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
                     for b, term in enumerate(split(rest, p.key_terms, away=True)):
-                        store(sm.operand.at[b, c, here], term)
+                        at = (0, b * p.num_columns + c) if p.packs_terms else (b, c)
+                        store(sm.operand.at[(*at, here)], term)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -357,17 +355,43 @@ class Step(Fold):
         ref = self.raw_column(c) if self.sm.column is None else self.sm.column.at[c]
         return load(ref, layout).astype(F32)
 
-    def read_tile(self, state: jax.Array, i: Any, columns: list[jax.Array], layout: Any) -> None:
-        """S r for the rows of tile i and each column r of one token."""
-        for c, column in enumerate(columns):
-            column = broadcast(column, (TILE, self.p.key_dim), (1,), layout)
+    def tile_operands(self, folded: bool) -> list[jax.Array]:
+        """For one token, what tiles of the state, or of its copy, are multiplied by."""
+        p, sm = self.p, self.sm
+        if p.packs_terms:
+            return [load(self.operand(0, here), self.tile_layouts[1]) for here in self.tile_parts]
+        if p.num_tokens > 1:
+            return []
+        layout = state_rows(p.key_dim).reduce(0)
+        columns = [self.column(c, layout) for c in range(p.num_columns)]
+        if p.channel and not folded:
+            columns = [column * load(sm.total, layout) for column in columns]
+        return columns
+
+    def read_tile(self, ref: Any, i: Any, operands: list[jax.Array]) -> jax.Array | None:
+        """S r for the rows of tile i at `ref` and each column r; for one token it is stored."""
+        p = self.p
+        if p.num_tokens > 1:
+            return self.multiply_tile(ref)
+        if p.packs_terms:
+            self.multiply_tile_once(ref, i, operands)
+            return None
+        layout = state_rows(p.key_dim)
+        state = load(ref, layout)
+        for c, column in enumerate(operands):
+            column = broadcast(column, (TILE, p.key_dim), (1,), layout)
             store(self.tile_rows(self.sm.read, c, i=i), jnp.sum(state * column, axis=1))
+        return None
+
+    def read_folded(self, ref: Any, i: Any) -> jax.Array | None:
+        """The same for a tile that was just folded."""
+        return self.read_tile(ref, i, self.tile_operands(folded=True))
 
     def multiply_tile(self, ref: Any) -> jax.Array:
         """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
-        p = self.p
-        lhs, rhs = operand_layouts(p.key_dim)
-        narrow = lhs is LHS and not self.mode.interpret and p.read_dtype is None
+        p, interpret = self.p, self.mode.interpret
+        layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
+        narrow = lhs is LHS and not interpret and p.read_dtype is None
         # Sums of their own, as each product of a sum waits for the one before.
         pairs = term_pairs(p.key_terms, p.read_terms)
         apart = p.read_dtype is None
@@ -381,8 +405,39 @@ class Step(Fold):
             factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
             for i, (a, b) in enumerate(pairs):
                 n = i if apart else a + b
-                sums[n] = multiply(sums[n], state[a], factors[b], interpret=self.mode.interpret)
+                sums[n] = multiply(sums[n], state[a], factors[b], layouts, interpret=interpret)
         return functools.reduce(lambda total, x: x + total, reversed(sums))
+
+    @property
+    def tile_parts(self) -> list[Any]:
+        """Key channels of a copy's tile for two sums: each product of one waits for the last."""
+        n = self.p.key_dim
+        width = n // 2 if n * self.p.read_bytes % 256 == 0 else n
+        return [pl.ds(first, width) for first in range(0, n, width)]
+
+    @property
+    def tile_layouts(self) -> tuple[Any, Any]:
+        """Of the operands, for one token. Lanes read the 16-bit ones as `plgpu.mma` wants them."""
+        if self.p.read_bytes == 2:
+            return LHS, RHS
+        return operand_layouts(self.p.key_dim, 1)
+
+    def multiply_tile_once(self, ref: Any, i: Any, factors: list[jax.Array]) -> None:
+        """One product of a copy's tile with all terms of one token's columns beside each other."""
+        p, sm, interpret = self.p, self.sm, self.mode.interpret
+        sums = [zeros((TILE, p.padded_columns), ACC)] * 2
+        for n, (here, factor) in enumerate(zip(self.tile_parts, factors, strict=True)):
+            tile = load(ref.at[:, here], self.tile_layouts[0])
+            for term in tile_terms(tile, p.read_terms):
+                sums[n] = multiply(sums[n], term, factor, self.tile_layouts, interpret=interpret)
+        total = sums[0] + sums[1]
+        place = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=ACC)
+        for c in range(p.num_columns):
+            column = place == c
+            for term in range(1, p.key_terms):
+                column = column | (place == c + term * p.num_columns)
+            found = jnp.sum(jnp.where(column, total, 0.0), axis=1)
+            store(self.tile_rows(sm.read, c, i=i), found)
 
     def reads(self, folded: bool) -> list[jax.Array]:
         """What `read_tile` or `multiply_tile` found, for each column."""
@@ -406,21 +461,11 @@ class Step(Fold):
         p, sm = self.p, self.sm
         if self.copy is None:
             tiles, arrived, stages = sm.state, sm.state_bar, self.c.stages
-            tile_at, layout = self.tile, state_rows(p.key_dim)
+            tile_at = self.tile
         else:
             tiles, arrived, stages = sm.copy, sm.copy_bar, self.c.copies
-            tile_at, layout = self.copy_tile, copy_rows(p.key_dim, p.read_bytes)[1]
-
-        def load_state(ref: Any) -> jax.Array:
-            if self.copy is None:
-                return load(ref, layout)
-            return load_tile(ref, p.read_dtype, p.key_dim, self.mode.interpret)
-
-        columns = []
-        if p.num_tokens == 1:
-            columns = [self.column(c, layout.reduce(0)) for c in range(p.num_columns)]
-        if p.num_tokens == 1 and p.channel:
-            columns = [column * load(sm.total, layout.reduce(0)) for column in columns]
+            tile_at = self.copy_tile
+        operands = self.tile_operands(folded=False)
 
         @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
         def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -435,10 +480,9 @@ class Step(Fold):
                     self.score_keys(window=True)
 
             plgpu.barrier_wait(arrived.at[slot])
-            if p.num_tokens == 1:
-                self.read_tile(load_state(tiles.at[slot]), i, columns, layout)
-            else:
-                reads = gather(reads, i, self.multiply_tile(tiles.at[slot]))
+            read = self.read_tile(tiles.at[slot], i, operands)
+            if read is not None:
+                reads = gather(reads, i, read)
             if self.c.num_tiles > stages:
                 plgpu.commit_smem()  # all threads have read the tile
 
@@ -459,7 +503,9 @@ class Step(Fold):
         """
         p, sm = self.p, self.sm
         firsts = list(blocks(p.padded_window)) if window else []
-        if p.channel and p.num_tokens > 1:
+        if p.packs_terms:
+            self.score_new_key()
+        elif p.channel and p.num_tokens > 1:
             self.score_new_by_channel()
             if firsts and p.score_warps:
                 return self.score_window_by_channel(*p.score_warps)
@@ -553,6 +599,16 @@ class Step(Fold):
             return c
         tokens = self.p.num_tokens
         return c // tokens * self.p.token_rows + c % tokens
+
+    def score_new_key(self) -> None:
+        """The same of one new key, a warp for itself."""
+        p, sm = self.p, self.sm
+        layout, shape = token_rows(p.key_dim), (4, p.key_dim)
+        key = load(sm.k.at[0], layout.reduce(0)).astype(F32)
+        for c in range(p.num_columns):
+            products = key * load(self.raw_column(c), layout.reduce(0)).astype(F32)
+            scores = jnp.sum(broadcast(products, shape, (1,), layout), axis=1)
+            store(sm.score.at[pl.ds(p.padded_window, 4), c], scores)
 
     def score_new_by_channel(self) -> None:
         """The same by channel: key by key, for all later tokens at once, over whose rows lie warps.
@@ -744,8 +800,7 @@ class Step(Fold):
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
         if sm.column is not None or (sm.operand is not None and p.key_terms > 1):
-            if is_replicated(p.key_dim) or not p.channel or sm.shared is not None:
-                plgpu.commit_smem()
+            plgpu.commit_smem()
             self.make_columns()
         plgpu.commit_smem()
 
@@ -770,6 +825,8 @@ class Step(Fold):
                 return
             if folded or p.num_tokens == 1:
                 self.score_keys(window=not folded)
+            if sm.record_bar is not None and not folded:
+                self.wait_window(sm.record_bar)
             plgpu.commit_smem()
             self.finish(folded)
 
@@ -787,7 +844,9 @@ class Step(Fold):
 
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
-        self.prepare_solve(self.ring.beta)
+        for first, beta in self.gates_of_window(self.ring.beta).items():
+            store(self.gate_rows(self.sm.solve_gate.at[BETA], first), beta)
+        self.prepare_solve(self.ring.value)
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""
@@ -842,7 +901,7 @@ def launch(
     p = problem
 
     def body(*args: Any) -> None:
-        refs, scratch = args[:-1], args[-1].unpacked(p)
+        refs, scratch = args[:-1], unpack(args[-1], p)
         given = refs[4 : 4 + len(inputs)]
         output = refs[-1] if p.num_tokens else None
         rows = Rows(*refs[:4])
@@ -853,10 +912,12 @@ def launch(
     return plgpu.kernel(
         body,
         out_type=output if p.num_tokens else (),
-        scratch_types=(scratch_types(p, config, mode),),
+        scratch_types=(places(p, config, mode),),
         grid=(p.batch * programs_per_row(p, config),),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,  # rows lie within warps
         ),
     )(*rows, *inputs)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 
@@ -30,22 +31,6 @@ def state_rows(key_dim: int) -> Any:
     width = 32 if key_dim % 32 == 0 else 16
     lanes = width // 4
     return tiled(((64, width), (16, width), (32 // lanes, width), (4,)), (-7,), (-3, -2))
-
-
-def copy_rows(key_dim: int, itemsize: int) -> tuple[Any, Any]:
-    """[64 r, N] rows of a narrower dtype: as lanes read them, and the same in vectors of four.
-
-    A lane reads up to 16 bytes, at least two lanes a row.
-    """
-    vector, lanes = max(
-        (v, n)
-        for v in (4, 8, 16)
-        for n in (2, 4, 8)
-        if v * itemsize <= 16 and key_dim % (v * n) == 0
-    )
-    width = vector * lanes
-    tiles = ((64, width), (16, width), (32 // lanes, width), (vector,))
-    return tiled(tiles, (-7,), (-3, -2)), tiled((*tiles, (4,)), (-8,), (-4, -3))
 
 
 def record_rows(key_dim: int) -> Any:
@@ -145,6 +130,24 @@ def broadcast(
 ) -> jax.Array:
     """`lax.broadcast_in_dim` into a layout."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
+
+
+def beside(parts: list[jax.Array], layout: Any, *, interpret: bool) -> jax.Array:
+    """Join parts [m, n] of one tensor-core operand along n, all in its layout."""
+    if interpret or len(parts) == 1:
+        return jnp.concatenate(parts, axis=1)
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    out = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * len(parts), return_type=out)
+    def join(_: Any, *parts: fa.FragmentedArray) -> fa.FragmentedArray:
+        registers = np.concatenate([part.registers for part in parts], axis=1)
+        return fa.FragmentedArray(
+            _registers=registers, _layout=layout.to_mgpu(), _is_signed=parts[0].is_signed
+        )
+
+    joined: jax.Array = join(*parts)
+    return joined
 
 
 def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:

@@ -95,6 +95,25 @@ class Problem:
         return round_up(self.num_columns, 8)
 
     @property
+    def packs_terms(self) -> bool:
+        """Whether one product has all terms of the columns beside each other: one token, a copy."""
+        return self.num_tokens == 1 and self.read_dtype is not None
+
+    @property
+    def has_token_operand(self) -> bool:
+        """Whether the columns of tensor-core products are the new q and k as they are."""
+        return self.key_terms == 1 and (self.num_tokens > 1 or self.packs_terms)
+
+    @property
+    def tokens_in_operand(self) -> tuple[int, int] | None:
+        """Where q is among the columns in shared memory, and how far behind it k; None if apart."""
+        if self.has_token_operand:
+            return 0, self.num_tokens
+        # One token's terms leave room for them.
+        beside = self.packs_terms and self.key_dtype == jnp.bfloat16
+        return (self.padded_columns - 2, 1) if beside else None
+
+    @property
     def score_columns(self) -> int:
         """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
         if self.num_tokens < 2:
@@ -129,6 +148,11 @@ class Problem:
     def solves_again(self) -> bool:
         """Whether a fold solves for the updates: the ring's carry the rounding of a read copy."""
         return self.delta and self.read_dtype is not None
+
+    @property
+    def has_solve_keys(self) -> bool:
+        """Whether the keys of that solve are others than the fold's."""
+        return self.channel or self.key_terms > 1
 
     @property
     def read_bytes(self) -> int:

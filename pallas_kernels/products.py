@@ -23,12 +23,20 @@ from pallas_kernels.layouts import as_argument, tiled
 # [64 m, 8 n] accumulator = [64 m, 16 k] times [16 k, 8 n].
 _MMA = mgpu.MMALayouts(jnp.bfloat16)
 ACC, LHS, RHS = as_argument(_MMA.acc), as_argument(_MMA.lhs), as_argument(_MMA.rhs)
-# The same operands with eight neighbours of the contracted dimension in a lane, not two.
-_WIDE_LHS = tiled(((64, 32), (16, 32), (8, 32), (8,), (4,)), (-8,), (-4, -3))
+# The same operands with more neighbours of the contracted dimension in a lane than two: eight in
+# float32 and 16 bits, which lanes read in vectors of 16 bytes, and sixteen in 8 bits.
+_WIDE_LHS = {
+    4: tiled(((64, 32), (16, 32), (8, 32), (8,), (4,)), (-8,), (-4, -3)),
+    2: tiled(((64, 32), (16, 32), (8, 32), (8,)), (-7,), (-3, -2)),
+    1: tiled(((64, 64), (16, 64), (8, 64), (16,)), (-7,), (-3, -2)),
+}
 _WIDE_RHS = tiled(((32, 8), (8, 1)), (fa.Replicated(4),), (-3, -4), vector_dim=-2)
+_WIDEST_RHS = tiled(((64, 8), (16, 1), (8, 1)), (fa.Replicated(4),), (-5, -6), vector_dim=-2)
 # [16 m, k] operand and [16 m, 8 n] sum that every warp has for itself.
 _ROWS = tiled(((16, 32), (8, 32), (8,), (4,)), (fa.Replicated(4),), (-4, -3))
 _NARROW_ROWS = tiled(((16, 16), (16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
+# [16 k, 64 m] whose elements lie as those of its transpose in an operand.
+RECORDS = tiled(((8, 64), (8, 16), (8, 8), (2, 1)), (-7,), (-3, -4))
 SUMS = tiled(((16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
 
 
@@ -64,17 +72,23 @@ def split(x: jax.Array, count: int, *, cut: bool = False, away: bool = False) ->
 
 
 def tile_terms(x: jax.Array, count: int) -> list[jax.Array]:
-    """`split` of a state tile in any format; values in bf16 are their only term."""
-    return [x] if x.dtype == jnp.bfloat16 else split(x.astype(jnp.float32), count, cut=True)
+    """`split` of a state tile in any format; values in bf16 or 8 bits are their only term."""
+    if x.dtype in (jnp.bfloat16, jnp.int8):
+        return [x.astype(jnp.bfloat16)]
+    return split(x.astype(jnp.float32), count, cut=True)
 
 
-def operand_layouts(contracted: int) -> tuple[Any, Any]:
-    """Layouts of the operands [m, k] and [k, n] of `multiply`.
+def operand_layouts(contracted: int, itemsize: int = 2) -> tuple[Any, Any]:
+    """Layouts of the operands [m, k], in memory of this itemsize, and [k, n] of `multiply`.
 
     Wherever k allows it a lane holds 16 bytes and more that lie together, in an order in which
     eight lanes read all banks of a swizzled tile of float32.
     """
-    return (_WIDE_LHS, _WIDE_RHS) if contracted % 32 == 0 else (LHS, RHS)
+    if contracted % 32:
+        return LHS, RHS
+    if itemsize == 1:
+        return (_WIDE_LHS[1], _WIDEST_RHS) if contracted % 64 == 0 else (_WIDE_LHS[2], _WIDE_RHS)
+    return _WIDE_LHS[itemsize], _WIDE_RHS
 
 
 def operand_width(contracted: int) -> int:
@@ -90,23 +104,20 @@ def rows_layout(contracted: int) -> Any:
 
 
 def multiply(
-    acc: jax.Array, lhs: jax.Array, rhs: jax.Array, *, interpret: bool, narrow: bool = False
+    acc: jax.Array, lhs: jax.Array, rhs: jax.Array, layouts: tuple[Any, Any], *, interpret: bool
 ) -> jax.Array:
-    """acc [m, n] + lhs [m, k] @ rhs [k, n].
-
-    bf16 operands in `operand_layouts(k)`, or where they are `narrow` in `LHS` and `RHS`.
-    """
+    """acc [m, n] + lhs [m, k] @ rhs [k, n], bf16 operands in layouts of `operand_layouts`."""
     if interpret:  # it has no warp-level products
         return acc + lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
-    if lhs.shape[1] % 32 == 0 and not narrow:
-        lhs, rhs = _relabel(lhs, _WIDE_LHS, LHS), _relabel(rhs, _WIDE_RHS, RHS)
+    if layouts != (LHS, RHS):
+        lhs, rhs = _relabel(lhs, layouts[0], LHS), _relabel(rhs, layouts[1], RHS)
     return plgpu.mma(acc, lhs, rhs)
 
 
 def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:
     """lhs [16, k] @ rhs [k, n], float32 in `SUMS`, each warp for itself.
 
-    Operands bf16, in `rows_layout(k)` and as in `operand_layouts(k)`.
+    Operands bf16, in `rows_layout(k)` and as in `operand_layouts(k, 2)`.
     """
     if interpret:
         return lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
@@ -166,6 +177,23 @@ class Shares:
         return total if self.interpret else _relabel(total, ACC, self.layout, self.shape)
 
 
+def transpose(x: jax.Array, layout: Any) -> jax.Array:
+    """[16, 64] in `RECORDS` as [64, 16] in `LHS`, or in the layout that Hopper's products take."""
+    out = plgpu.ShapeDtypeStruct((64, 16), x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(RECORDS,), return_type=out)
+    def pair(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        registers = np.empty(layout.to_mgpu().registers_shape((64, 16)), dtype=object)
+        for i, two in enumerate(x.registers.reshape(4, 2)):
+            registers.flat[i] = mgpu.utils.vector_concat([*two])
+        return fa.FragmentedArray(
+            _registers=registers, _layout=layout.to_mgpu(), _is_signed=x.is_signed
+        )
+
+    paired: jax.Array = pair(x)
+    return paired
+
+
 def _relabel(
     x: jax.Array, layout: Any, new: Any, shape: tuple[int, ...] | None = None
 ) -> jax.Array:
@@ -174,8 +202,9 @@ def _relabel(
     Of operands whose lanes hold more neighbours of the contracted dimension than `plgpu.mma` wants,
     that changes the order of this dimension: lane l of four holds positions 8 l to 8 l + 7 of 32.
     The first four of them are taken for those that mma has it hold in its first 16 positions (two
-    neighbours in each half), the others for those in the next 16. A sum may run in any order, the
-    same for both operands. Sixteen rows that every warp has are taken for the rows of each of them.
+    neighbours in each half), the others for those in the next 16; so with 16 l to 16 l + 15 of 64.
+    A sum may run in any order, the same for both operands. Sixteen rows that every warp has are
+    taken for the rows of each of them.
     """
     shape = x.shape if shape is None else shape
     registers_shape = new.to_mgpu().registers_shape(shape)
@@ -185,19 +214,27 @@ def _relabel(
     def relabel(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
         registers: Any = x.registers
         parts: Any
-        if new == RHS and layout != _WIDE_RHS:  # of four, by (k, half of the lane's)
+        wide = layout in (_WIDE_LHS[1], _WIDEST_RHS)
+        width = 64 if wide else 32
+        pairs = range(0, layout.to_mgpu().vector_length, 2)
+        if new == RHS and layout not in (
+            _WIDE_RHS,
+            _WIDEST_RHS,
+        ):  # of four, by (k, half of the lane's)
             parts = registers.reshape(shape[0] // 32, 1, 2)
             registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
             registers = registers.transpose(0, 2, 1, 3)
-        elif new == LHS and layout != _NARROW_ROWS:
-            # Of four, by (m, k, half of the rows, half of the lane's).
-            parts = registers.reshape(shape[0] // 64, shape[1] // 32, 2, 2)
-            registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
+        elif (
+            new == LHS and layout != _NARROW_ROWS
+        ):  # by (m, k, half of the rows, part of the lane's)
+            parts = registers.reshape(shape[0] // 64, shape[1] // width, 2, -1)
+            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
+            registers = registers.reshape(*parts.shape[:3], width // 16, 2)
             registers = registers.transpose(0, 1, 3, 4, 2)
-        elif layout == _WIDE_RHS:  # of eight, by (k, n)
-            parts = registers.reshape(shape[0] // 32, shape[1] // 8)
-            registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2, 4, 6)], axis=-1)
-            registers = registers.reshape(*parts.shape, 2, 2).transpose(0, 2, 1, 3)
+        elif layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, of the lane's)
+            parts = registers.reshape(shape[0] // width, shape[1] // 8, -1)
+            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
+            registers = registers.reshape(*parts.shape[:2], width // 16, 2).transpose(0, 2, 1, 3)
         return fa.FragmentedArray(
             _registers=registers.reshape(registers_shape),
             _layout=new.to_mgpu(),

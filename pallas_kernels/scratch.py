@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import Any, NamedTuple
 
@@ -15,229 +16,250 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
+# Of `Scratch.solve_gate`: beta, the decay of each record by itself, of the checkpoint up to each.
+BETA, DECAY, SINCE = range(3)
+
 
 class Scratch(NamedTuple):
-    """Shared memory of a program; see `scratch_types` for shapes."""
+    """Arrays in shared memory; see `places` for shapes, and for those that share a place."""
 
-    state: Any  # state tiles in flight
-    key: Any  # keys of the window
-    record: Any  # updates or values of the window
-    gate: Any  # channel decay: log-decays of the window, then its decayed keys
-    q: Any
-    k: Any
-    v: Any
-    g: Any  # channel decay: new log-decays
-    column: Any  # channel decay: q and k times their decay since the window
-    operand: Any  # T > 1: bf16 terms of the columns as the state sees them; of one term, q and k
-    apart: Any  # scalar decay, T > 1: decay by the new tokens from one to another
-    total: Any  # decay of the checkpoint by the window, for each channel or head
-    row_total: Any  # scalar decay: the same for each state row; T > 1: if tiles have several heads
-    decay: Any  # scalar decay: log-decay of each record, for each head
-    weight: Any  # scalar decay: decay (times beta) of each record
-    new_gate: Any  # log-decays of the new tokens, then their betas, for each head
-    gates: Any  # None, or weight, total and new_gate one behind the other
-    score: Any  # <k_j, r> for each q and each k, window and new records j
-    read: Any  # S r for each column r; T > 1: for each row
-    read_folded: Any  # T > 1: the same where the row folds
-    fold_record: Any  # bf16 terms of 16 weighted records, one tile
-    fold_key: Any  # bf16 terms of the keys, where they are not taken as they are
-    shared: Any  # None, or gate and key in one place with what is made of them
-    copy: Any  # read copy: its tiles in flight
-    encoded: Any  # read copy: a tile of the new one
-    scale: Any  # 8-bit read copy: for each state row
-    again: Any  # read copy under the delta rule: what it takes to solve for updates again
-    either: Any  # None, or in one place what a fold needs, encoded in the state's, and copy
-    tiles: Any  # None, or state and read in one place
-    records: Any  # None, or record and read_folded in one place
-    passing: Any  # None, or in one place score, decay, and what a fold needs of the records
     state_bar: Any
-    copy_bar: Any
     window_bar: Any
+    copy_bar: Any = None
+    record_bar: Any = None  # apart where a fold brings no records
 
-    def unpacked(self, p: Problem) -> Scratch:
-        """The same with all that shares a place with others as fields of their own."""
-        found, tokens = self, p.num_tokens
-        if self.tiles is not None:
-            state, read = self.tiles
-            found = found._replace(state=state, read=read, read_folded=read)
-        if self.records is not None:
-            record, read_folded = self.records
-            found = found._replace(record=record, read_folded=read_folded)
-        if self.passing is not None:
-            score, (fold_record, row_total), decay = self.passing
-            found = found._replace(
-                score=score, fold_record=fold_record, row_total=row_total, decay=decay
-            )
-        if self.q is None:
-            here = pl.ds(0, p.key_dim)
-            q, k = (self.operand.at[0, pl.ds(n, tokens), here] for n in (0, tokens))
-            found = found._replace(q=q, k=k)
-        if self.gates is not None:
-            window = p.padded_window
-            found = found._replace(
-                weight=self.gates.at[pl.ds(0, window)],
-                total=self.gates.at[window],
-                new_gate=self.gates.at[pl.ds(window + 1, 2 * tokens)],
-            )
-        if found.read_folded is None:
-            found = found._replace(read_folded=found.read)
-        if self.either is not None:
-            (state, fold_record, *again), encoded, *copy = self.either
-            found = found._replace(
-                state=state,
-                fold_record=fold_record,
-                again=again[0] if again else None,
-                encoded=encoded,
-                copy=copy[0] if copy else None,
-            )
-        if self.shared is not None:
-            window, *decayed, fold_key = self.shared
-            *gate, key = window
-            found = found._replace(gate=gate[0] if gate else None, key=key, fold_key=fold_key)
-            if decayed:
-                found = found._replace(column=decayed[0][1])
-        return found
+    state: Any = None  # state tiles in flight
+    key: Any = None  # keys of the window
+    record: Any = None  # updates or values of the window
+    gate: Any = None  # channel decay: log-decays of the window, then its decayed keys
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    g: Any = None  # channel decay: new log-decays
+    column: Any = None  # channel decay: q and k times their decay since the window
+    operand: Any = None  # T > 1, or a copy: bf16 terms of the columns as the state sees them
+    apart: Any = None  # scalar decay, T > 1: decay by the new tokens from one to another
+    total: Any = None  # decay of the checkpoint by the window, for each channel or head
+    row_total: Any = None  # scalar decay: the same for each state row, if tiles have several heads
+    decay: Any = None  # scalar decay: log-decay of each record, for each head
+    weight: Any = None  # scalar decay: decay (times beta) of each record
+    new_gate: Any = None  # log-decays of the new tokens, then their betas, for each head
+    score: Any = None  # <k_j, r> for each q and each k, window and new records j
+    read: Any = None  # S r for each column r; T > 1: for each row
+    read_folded: Any = None  # T > 1: the same where the row folds
+    fold_key: Any = None  # bf16 terms of the keys, where they are not taken as they are
+    copy: Any = None  # read copy: its tiles in flight
+    encoded: Any = None  # read copy: a tile of the new one
+    scale: Any = None  # 8-bit read copy: for each state row
+    # Read copy under the delta rule, to solve for updates again:
+    solve_gate: Any = None  # for each record and head: beta; scalar decay also DECAY and SINCE
+    solve_key: Any = None  # if not the fold's: in float32, by channel decayed from the checkpoint
+    system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
+    solve_value: Any = None  # 16 raw values of a tile's rows
+    solve_read: Any = None  # S k for each row of a tile and 16 of the keys
+    solved: Any = None  # updates of a tile's rows
 
 
-class Again(NamedTuple):
-    """What it takes to solve for the updates of a window again."""
-
-    value: Any  # raw values of the window
-    beta: Any  # for each record and head
-    decay: Any  # scalar decay: of each record by itself
-    since: Any  # scalar decay: of the checkpoint up to each record
-    key: Any  # the keys in float32, by channel times the decay of the checkpoint up to each
-    system: Any  # <k_j, k_i> of the window's records j < i, decayed from one to the other
-    read: Any  # S k for each row of a tile and 16 of these keys
+# Arrays by name, side by side in this order.
+Group = collections.OrderedDict[str, Any]
 
 
-def scratch_types(p: Problem, c: Config, mode: Mode) -> Scratch:
-    """Shapes of the shared memory of a program."""
+def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
+    """What a program has of shared memory: groups of arrays, and unions of groups in one place."""
     sm, bf16 = plgpu.SMEM, jnp.bfloat16
     rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
-    window, n = p.padded_window, p.key_dim
-    several = p.num_tokens > 1
-    new = p.padded_tokens if several and not p.channel else p.token_rows
-    tokens, columns = max(p.num_tokens, 1), max(p.num_columns, 1)
     heads = (c.heads,)
-    channel = p.channel
-    # Columns that are one bf16 term are q and k themselves, of which 16 rows are scored at once.
-    is_term = several and p.key_terms == 1
-    vectors = max(BLOCK, round_up(2 * tokens, 8)) if is_term else p.padded_columns
-    operand = (p.key_terms, vectors, operand_width(n))
-    q = k = None
-    if not is_term:
-        q = sm((p.token_rows if channel and several else tokens, n), p.key_dtype)
-        k = sm((new, n), p.key_dtype)
-    key = sm((window, n), p.key_dtype)
-    gate = sm((window, n), F32) if channel else None
-    column = sm((columns, n), F32) if channel else None
-    # The swizzle under which a tensor-core product takes operands from shared memory.
-    swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
-    fold_key = shared = None
+    window, n, tokens = p.padded_window, p.key_dim, p.num_tokens
+    several, channel, copied = tokens > 1, p.channel, p.read_dtype is not None
+    alone: Group = Group()
+    small: Group = Group()
+    found: list[Any] = [alone]
+
+    # New tokens
+    vectors = p.padded_columns
+    if p.has_token_operand and several:  # 16 rows of which are scored at once
+        vectors = max(BLOCK, round_up(2 * tokens, 8))
+    if several or p.packs_terms:
+        alone["operand"] = sm(
+            (1 if p.packs_terms else p.key_terms, vectors, operand_width(n)), bf16
+        )
+    if tokens and p.tokens_in_operand is None:
+        alone["q"] = alone["k"] = sm((p.token_rows, n), p.key_dtype)
+        if several and not channel:
+            alone["k"] = sm((p.padded_tokens, n), p.key_dtype)
+    if tokens:
+        alone["v"] = sm((tokens, *rows), p.value_dtype)
+        small["new_gate"] = sm((2 * tokens, *heads), F32)
+    if several and not channel:
+        small["apart"] = sm((tokens, tokens, *heads), F32)
+    if tokens and channel:
+        small["g"] = sm((tokens, n), F32)
+
+    # Window
+    key, gate, record = (
+        sm((window, n), p.key_dtype),
+        sm((window, n), F32),
+        sm((window, *rows), p.record_dtype),
+    )
+    column = sm((p.num_columns, n), F32)
+    keys = [Group(gate=gate, key=key) if channel else Group(key=key)]
     if mode.fold and (mode.wgmma or p.key_terms > 1):
-        fold_key = sm((p.key_terms, window, n), bf16, transforms=swizzle)
-        # By channel keys give way to the columns of several tokens once they are decayed. The one
-        # token's are also read after the fold's keys have taken this place.
-        apart = column is None or not several
-        windows = [(gate, key) if channel else (key,)] + ([] if apart else [(gate, column)])
-        shared = plgpu.RefUnion(*windows, fold_key)
-        column = column if apart else None
-    state: Any = sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n))
-    fold_record: Any = None
-    if mode.fold:
-        fold_record = sm((3, BLOCK, TILE), bf16, transforms=swizzle)
-    copy = either = None
-    if p.read_dtype is not None:
-        if p.num_tokens:
-            copy = sm((c.copies, TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
+        if several and channel:
+            # Keys give way to the columns of several tokens once they are decayed. The one token's
+            # are also read after the fold's keys have taken this place.
+            keys.append(Group(gate=gate, column=column))
+        # The swizzle under which a tensor-core product takes operands from shared memory.
+        swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
+        keys.append(Group(fold_key=sm((p.key_terms, window, n), bf16, transforms=swizzle)))
+    found.append(_union(keys))
+    if channel and tokens and not (several and len(keys) > 1):
+        small["column"] = column
+    small["total"] = sm((n,) if channel else heads, F32)
+    if not channel:
+        small["decay"] = sm((window, *heads), F32)
+        if mode.fold and c.rows % TILE:
+            small["row_total"] = sm(rows, F32)
+    if not (p.delta and channel):
+        small["weight"] = sm((window, *heads), F32)
+    if tokens:
+        small["score"] = sm((window + p.padded_tokens, p.score_columns), F32)
+
+    # State
+    state = Group(state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)))
+    read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
+    records = [Group(record=record)]
+    if copied:
+        copy = swizzled(p.read_dtype, n)
+        reads = Group()
+        if tokens:
+            reads["copy"] = sm((c.copies, TILE, n), p.read_dtype, transforms=copy)
+        uses = [reads]
         if mode.fold:
-            again = (_again_types(p, c),) if p.solves_again else ()
-            encoded = sm((TILE, n), p.read_dtype, transforms=swizzled(p.read_dtype, n))
-            either = plgpu.RefUnion(
-                (state, fold_record, *again), encoded, *([] if copy is None else [copy])
-            )
-            fold_record = copy = None
-        state = None
-    record = sm((window, *rows), p.record_dtype)
-    score = sm((window + p.padded_tokens, p.score_columns), F32)
-    read = sm((*rows, p.padded_columns) if several else (columns, *rows), F32)
-    decay = None if channel else sm((window, *heads), F32)
-    weight = None if p.delta and channel else sm((window, *heads), F32)
-    row_total = None
-    if mode.fold and not channel and not (several and c.rows % TILE == 0):
-        row_total = sm(rows, F32)
-    tiles = records = passing = None
-    together = several and p.read_dtype is None
-    if together:
+            encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
+            uses = [state, encoded, reads]
+            if p.solves_again:
+                state |= _solve_arrays(p, c)
+                small["solve_gate"] = sm((1 if channel else 3, window, *heads), F32)
+        if p.solves_again:
+            reads |= records[0] if tokens else {}
+            records = []
+        found.append(_union([use for use in uses if use]))
+        if p.read_bytes == 1:
+            small["scale"] = sm(rows, F32)
+        if several:
+            alone["read"] = read
+        elif tokens:
+            small["read"] = read
+    elif several:
         # What tiles gave stays in registers until the last of them is read; records are dead once
-        # they are folded, and their log-decays once they are weights. Scores come after the fold.
-        tiles = plgpu.RefUnion(state, read)
-        state = read = None
-        if mode.fold:
-            records = plgpu.RefUnion(record, tiles.refs[1])
-            passing = plgpu.RefUnion(score, (fold_record, row_total), decay)
-            record = score = fold_record = row_total = decay = None
-    gates = sm((window + 1 + 2 * tokens, *heads), F32) if several and not channel else None
-    return Scratch(
-        state=state,
-        key=None if shared else key,
-        record=record,
-        gate=None if shared else gate,
-        q=q,
-        k=k,
-        v=sm((tokens, *rows), p.value_dtype),
-        g=sm((tokens, n), F32) if channel else None,
-        column=column,
-        operand=sm(operand, bf16) if several else None,
-        apart=sm((tokens, tokens, *heads), F32) if several and not channel else None,
-        total=None if gates else sm((n,) if channel else heads, F32),
-        row_total=row_total,
-        decay=decay,
-        weight=None if gates else weight,
-        new_gate=None if gates else sm((2 * tokens, *heads), F32),
-        gates=gates,
-        score=score,
-        read=read,
-        read_folded=None,
-        fold_record=fold_record,
-        fold_key=None,
-        shared=shared,
-        copy=copy,
-        encoded=None,
-        scale=sm(rows, F32) if p.read_bytes == 1 else None,
-        again=None,
-        either=either,
-        tiles=tiles,
-        records=records,
-        passing=passing,
+        # they are folded.
+        found.append(_union([state, Group(read=read)]))
+        records += [Group(read_folded=read)] if mode.fold else []
+    else:
+        alone |= state
+        if tokens:
+            small["read"] = read
+    if records:
+        found.append(_union(records))
+
+    # The interpreter cannot reshape parts of an array.
+    if mode.interpret:
+        alone |= small
+    else:
+        found.append(Packed.of(small))
+    arrivals = 1 + channel + bool(records)
+    bars = Group(
         state_bar=plgpu.Barrier(num_barriers=c.stages),
-        copy_bar=plgpu.Barrier(num_barriers=c.copies) if p.read_dtype is not None else None,
-        window_bar=plgpu.Barrier(num_arrivals=3 if channel else 2, num_barriers=p.num_chunks),
+        window_bar=plgpu.Barrier(num_arrivals=arrivals, num_barriers=p.num_chunks),
     )
+    if copied:
+        bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
+    if not records:
+        bars["record_bar"] = plgpu.Barrier(num_barriers=p.num_chunks)
+    return (*found, bars)
 
 
-def _again_types(p: Problem, c: Config) -> Again:
+def _solve_arrays(p: Problem, c: Config) -> Group:
     sm, window = plgpu.SMEM, p.padded_window
-    rows = (c.heads, c.rows) if c.heads > 1 else (c.rows,)
-    gates = sm((window, c.heads), F32)
-    return Again(
-        value=sm((window, *rows), p.value_dtype),
-        beta=gates,
-        decay=None if p.channel else gates,
-        since=None if p.channel else gates,
-        # Read in pairs of elements, from rows in other banks.
-        key=sm((window, p.key_dim + 8), F32),
+    found = Group(
         system=sm((c.heads, window, window), F32),
+        solve_value=sm((BLOCK, TILE), p.value_dtype),
         # A thread has a row: longer ones lie in other banks.
-        read=sm((TILE, BLOCK + 2), F32),
+        solve_read=sm((TILE, BLOCK + 2), F32),
+        solved=sm((window, TILE), F32),
     )
+    if p.has_solve_keys:
+        # Read in pairs of elements, from rows in other banks.
+        found["solve_key"] = sm((window, p.key_dim + 8), F32)
+    return found
+
+
+def _union(groups: list[Group]) -> Any:
+    return groups[0] if len(groups) == 1 else plgpu.RefUnion(*groups)
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """Small arrays of float32 in one: each by itself would take a kilobyte.
+
+    Attributes:
+      ref: [n] what has them all.
+      shapes: of each, by its name in `Scratch`.
+    """
+
+    def __init__(self, ref: Any, shapes: tuple[tuple[str, tuple[int, ...]], ...]):
+        self.ref, self.shapes = ref, shapes
+
+    @classmethod
+    def of(cls, arrays: Group) -> Packed:
+        """The place of arrays."""
+        shapes = tuple((name, x.shape) for name, x in arrays.items())
+        length = sum(round_up(math.prod(shape), _APART) for _, shape in shapes)
+        return cls(plgpu.SMEM((length,), F32), shapes)
+
+    def views(self) -> Group:
+        """The arrays."""
+        found, first = Group(), 0
+        for name, shape in self.shapes:
+            size = math.prod(shape)
+            found[name] = self.ref.at[pl.ds(first, size)].reshape(shape)
+            first += round_up(size, _APART)
+        return found
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """As JAX asks for."""
+        return (self.ref,), self.shapes
+
+    @classmethod
+    def tree_unflatten(cls, shapes: Any, children: Any) -> Packed:
+        """As JAX asks for."""
+        return cls(*children, shapes)
+
+
+# Elements from one packed array to the next begin at multiples of this.
+_APART = 32
+
+
+def unpack(found: tuple[Any, ...], p: Problem) -> Scratch:
+    """The arrays of `places` by name, as a kernel gets them."""
+    arrays = Group()
+    for place in found:
+        groups = [place.views()] if isinstance(place, Packed) else place
+        for group in [groups] if isinstance(place, dict) else groups:
+            arrays |= group
+    arrays.setdefault("read_folded", arrays.get("read"))
+    if p.tokens_in_operand is not None:
+        first, apart = p.tokens_in_operand
+        here = pl.ds(0, p.key_dim)
+        for name, row in (("q", first), ("k", first + apart)):
+            arrays[name] = arrays["operand"].at[0, pl.ds(row, p.num_tokens), here]
+    return Scratch(**arrays)
 
 
 def shared_bytes(problem: Problem, config: Config, mode: Mode) -> int:
     """Shared memory that a program takes; every array is aligned to 1024 bytes."""
-    total = 1024 if problem.read_dtype is None else 2048  # barriers
-    for x in jax.tree.leaves(scratch_types(problem, config, mode)):
+    total = 1024  # barriers
+    for x in jax.tree.leaves(places(problem, config, mode)):
         if isinstance(x, plgpu.RefUnion):
             total += max(_bytes(group) for group in x.refs)
         elif not isinstance(x, plgpu.Barrier):

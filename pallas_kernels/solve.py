@@ -25,7 +25,7 @@ from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, bl
 from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs, tile_terms
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import Scratch
+from pallas_kernels.scratch import BETA, DECAY, SINCE, Scratch
 
 
 class Solve(Program):
@@ -58,31 +58,29 @@ class Solve(Program):
         """Slot of record j of the window."""
         return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
 
-    def prepare_solve(self, beta: Any) -> None:
+    def prepare_solve(self, value: Any) -> None:
         """What the systems of all state rows share, from the keys and gates of the window.
 
         Args:
-          beta: the ring's, [B, R, H] in device memory; all else of the window is at hand.
+          value: the ring's, [B, R, H, P] in device memory, which is read later.
         """
-        self.load_gates(beta)
-        self.make_solve_keys()
+        self.value = value
+        if not self.p.channel:
+            self.make_gates()
+        if self.p.has_solve_keys:
+            self.make_solve_keys()
         plgpu.commit_smem()
         self.make_system()
         plgpu.commit_smem()  # all threads have read the window
 
-    def load_gates(self, beta: Any) -> None:
-        """Gates of the records, for each head; dead records do not decay."""
-        p, again = self.p, self.sm.again
-        order = range(p.window)
-        betas = [self.load_gate(beta, self.b, self.slot(j)) for j in order]
-        for j, value in enumerate(betas):
-            self.store_heads(value, again.beta, j)
+    def make_gates(self) -> None:
+        """Scalar decay of the records, for each head; dead records do not decay."""
         since = self.constant(0.0)
-        for j in order if not p.channel else ():
+        for j in range(self.p.window):
             decay = self.load_heads(self.sm.decay, j)
             since = since + decay
-            self.store_heads(jnp.exp(decay), again.decay, j)
-            self.store_heads(jnp.exp(since), again.since, j)
+            self.store_heads(jnp.exp(decay), self.sm.solve_gate, DECAY, j)
+            self.store_heads(jnp.exp(since), self.sm.solve_gate, SINCE, j)
 
     def make_solve_keys(self) -> None:
         """The keys that are multiplied with the state; dead ones may be anything."""
@@ -93,7 +91,7 @@ class Solve(Program):
             if p.channel:
                 since = since + load(sm.gate.at[j], self.channels)
                 key = key * jnp.exp(since)
-            store(sm.again.key.at[j, pl.ds(0, p.key_dim)], key)
+            store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], key)
 
     def make_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
@@ -116,23 +114,45 @@ class Solve(Program):
                         decay = jnp.exp(load(sm.gate.at[i], self.block.reduce(0)))
                         keys = keys * broadcast(decay, shape, (1,), self.block)
                     else:
-                        keys = keys * sm.again.decay[i, head]
-                    place = sm.again.system.at[head, i, pl.ds(first, BLOCK)]
+                        keys = keys * sm.solve_gate[DECAY, i, head]
+                    place = sm.system.at[head, i, pl.ds(first, BLOCK)]
                     store(place, jnp.sum(keys * key, axis=1))
                     return jnp.where(row == i, key, keys)
 
                 lax.fori_loop(jnp.int32(first), live, advance, zeros(shape, self.block))
 
     def solve_tile(self, slot: Any, i: Any) -> None:
-        """The updates of the window's records in the rows of state tile i."""
+        """The updates of the window's records in the rows of state tile i, once that is there."""
+        sm = self.sm
+        early = self.load_values(i, 0)
+        plgpu.barrier_wait(sm.state_bar.at[slot])
         for first in blocks(self.p.padded_window):
 
             @pl.when(first < self.length)
             def _(first: int = first) -> None:
+                values = self.load_values(i, first) if first else early
+                for n, value in values.items():
+                    store(sm.solve_value.at[pl.ds(n, 8)], value)
                 self.read_keys(slot, first)
                 plgpu.commit_smem()
                 self.substitute(i, first)
                 plgpu.commit_smem()
+
+    def load_values(self, i: Any, first: int) -> dict[int, jax.Array]:
+        """Raw values of 16 records in the rows of state tile i, from device memory, by eights."""
+        found = range(0, min(BLOCK, self.p.window - first), 8)
+        slots = [pl.ds(self.slot(first + n), 8) for n in found]
+        layout = spread(8, TILE)
+        if self.c.rows % TILE == 0:
+            per_head = self.c.rows // TILE
+            head = self.head + i // per_head
+            rows = pl.ds(self.row_in_head + lax.rem(i, per_head) * TILE, TILE)
+            places = [self.value.at[self.b, slot, head, rows] for slot in slots]
+        else:
+            flat = self.value.reshape(*self.value.shape[:2], -1)
+            rows = pl.ds(self.first_row + i * TILE, TILE)
+            places = [flat.at[self.b, slot, rows] for slot in slots]
+        return {n: load(place, layout) for n, place in zip(found, places, strict=True)}
 
     def read_keys(self, slot: Any, first: int) -> None:
         """Products of the state tile with 16 keys of the window, some key channels at a time."""
@@ -141,15 +161,21 @@ class Solve(Program):
         sums = [zeros((TILE, BLOCK), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
         for channel in range(0, p.key_dim, width):
+            if channel and p.has_solve_keys:
+                plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
             state = tile_terms(jnp.where(self.fresh, 0.0, tile), 3)
-            keys = load(sm.again.key.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
+            if p.has_solve_keys:
+                keys = sm.solve_key
+            else:
+                keys = sm.key if sm.fold_key is None else sm.fold_key.at[0]
+            keys = load(keys.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
             factors = split(keys, p.key_terms)
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
-                sums[a] = multiply(sums[a], *operands, interpret=interpret, narrow=True)
-        store(sm.again.read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
+                sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
+        store(sm.solve_read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
 
     def substitute(self, i: Any, first: int) -> None:
         """Forward substitution in the rows of state tile i, a thread each, for 16 records."""
@@ -157,13 +183,13 @@ class Solve(Program):
         layout = spread(TILE, vector=1)
 
         def record(j: Any) -> Any:
-            return self.tile_rows(sm.record, j, i=i)
+            return sm.solved.at[j]
 
-        def gate(gates: Any, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: gates[j, head], i, layout)
+        def gate(kind: int, j: Any) -> jax.Array:
+            return self.of_tile(lambda head: sm.solve_gate[kind, j, head], i, layout)
 
         def score(later: Any, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: sm.again.system[head, later, j], i, layout)
+            return self.of_tile(lambda head: sm.system[head, later, j], i, layout)
 
         chunks = jnp.minimum(self.length, first + BLOCK) + CHUNK - 1
 
@@ -183,14 +209,14 @@ class Solve(Program):
             sums = lax.fori_loop(0, chunk, add_chunk, (zeros((TILE,), layout),) * CHUNK)
             updates: list[jax.Array] = []
             for n, j in enumerate(here):
-                value = load(self.tile_rows(sm.again.value, j, i=i), layout).astype(F32)
-                read = load(sm.again.read.at[:, j - first], layout)
+                value = load(sm.solve_value.at[j - first], layout).astype(F32)
+                read = load(sm.solve_read.at[:, j - first], layout)
                 if not p.channel:
-                    read = read * gate(sm.again.since, j)
+                    read = read * gate(SINCE, j)
                 total = sums[n]
                 for m, update in enumerate(updates):
                     total = total + update * score(j, here[m])
-                update = gate(sm.again.beta, j) * (value - read - total)
+                update = gate(BETA, j) * (value - read - total)
                 updates.append(jnp.where(j < self.length, update, 0.0))
                 store(record(j), updates[n])
 

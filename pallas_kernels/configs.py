@@ -57,36 +57,36 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
             if fits(config) > 1 and FILLED <= programs(config) <= FILLED * fits(config) // 2:
                 return config
 
+    # Programs that registers allow: more only where a read copy does without the solve.
+    most = 4 if problem.read_dtype is not None and not problem.delta else 3
+
     def best(config: Config) -> tuple[int, Config]:
-        """The programs that fit on a multiprocessor, up to three, and stages that still do so.
+        """The programs that run at once on a multiprocessor, and stages that still let them.
 
         Three with one tile in flight do better than two with two (KDA 177 us against 185, Gated
-        DeltaNet with four tokens 209 against 285, on an H200), or as well.
+        DeltaNet with four tokens 199 against 233, on an H200), or as well.
         """
         flying = "stages" if problem.read_dtype is None else "copies"
         tiles = range(1, getattr(config, flying) + 1)
         cuts = [dataclasses.replace(config, **{flying: n}) for n in tiles]
-        # Several tokens beside a read copy take 190 registers and more: two programs.
-        pair = problem.num_tokens > 1 and problem.read_dtype is not None
-        found = [min(2 if pair else 3, fits(cut)) for cut in cuts]
-        most = max(found)
-        return most, cuts[len(found) - 1 - found[::-1].index(most)]
+        found = [min(most, fits(cut)) for cut in cuts]
+        return max(found), cuts[len(found) - 1 - found[::-1].index(max(found))]
 
     found = [best(config) for config in configs(problem)]
-    pairs = [cut for fit, cut in found if fit > 1] or [cut for fit, cut in found if fit][-1:]
+    pairs = [one for one in found if one[0] > 1] or [one for one in found if one[0]][-1:]
     if not pairs:
         return None
+    wide = [one for one in pairs if one[1].num_rows <= _WIDE[problem.read_bytes]] or pairs
 
-    # Several tokens of the delta rule are long work: three small programs overlap better (209 us
-    # against 218, Gated DeltaNet with four on an H200).
-    most = _WIDE[problem.read_bytes]
-    if problem.delta and problem.num_tokens > 1:
-        most = 128
-    wide = [c for c in pairs if c.num_rows <= most] or pairs
-    for config in wide:
+    def at_once(one: tuple[int, Config]) -> int:
+        """State rows on a multiprocessor; what they share is made once for 128 of them at best."""
+        return one[0] * min(one[1].num_rows, 128)
+
+    ranked = [one for one in wide if at_once(one) == max(map(at_once, wide))]
+    for _, config in (*ranked, *wide):
         if programs(config) >= FILLED:
             return config
-    return wide[-1]
+    return wide[-1][1]
 
 
 def why_not(problem: Problem, mode: Mode) -> str | None:
@@ -114,5 +114,9 @@ def why_not(problem: Problem, mode: Mode) -> str | None:
         )
     if choose(p, mode) is None:
         least = min(shared_bytes(p, c, mode) for c in configs(p))
-        return f"shared memory of a program would be {least} bytes, above {_SHARED - _TAKEN}"
+        return (
+            f"a program would need {least} bytes of shared memory for window={p.window}, "
+            f"{p.num_tokens} tokens, key_dim={p.key_dim}, value_dim={p.value_dim} and "
+            f"read_dtype={p.read_dtype}, found {_SHARED - _TAKEN}"
+        )
     return None

@@ -104,7 +104,7 @@ def store(ref: Any, value: jax.Array, *, optimized: bool = False) -> None:
 
 
 def decay(log: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """exp in two instructions, to 2e-7 of the result."""
+    """exp of what is at most zero in two instructions, to 1e-7 of one."""
     if interpret:
         return jnp.exp(log)
     out = plgpu.ShapeDtypeStruct(log.shape, jnp.dtype(jnp.float32), layout=layout)

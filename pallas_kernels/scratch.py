@@ -162,8 +162,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     if records:
         found.append(_union(records))
 
-    # The interpreter cannot reshape parts of an array.
-    if mode.interpret:
+    # The interpreter cannot reshape parts of an array, and plain steps of one token do not gain.
+    if mode.interpret or not (copied or several):
         alone |= small
     else:
         found.append(Packed.of(small))

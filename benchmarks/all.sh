@@ -17,7 +17,7 @@ kernels() { "$python" kernels.py --out "$out" --side-by-side --implementation mo
 
 # Time of a step over the batch, rows together and at spread fills.
 part_kernels() {
-  kernels --layer "${layers[@]}" --forms uniform staggered
+  kernels --layer "${layers[@]}" --forms uniform staggered --repeats 5
   kernels --layer mamba2-80 --batch 256 --add
 }
 # Steps at each fill of the window.
@@ -30,7 +30,7 @@ part_verify() {
 # Read copies, with longer windows.
 part_copies() {
   kernels --layer "${layers[@]}" --batch 256 --read-dtype bfloat16 int8 float8_e4m3fn \
-    --window 16 32 64 --name copies --repeats 5
+    --window 16 32 64 --layers 6 --name copies --repeats 3
 }
 # The Triton kernels beside the Mosaic ones; needs jax-triton.
 part_triton() {

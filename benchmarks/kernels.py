@@ -244,7 +244,8 @@ class Case:
         )
         self.count = args.layers or layers_of(batch, tokens)
         # Enough of them that the call itself does not count, and whole times from flush to flush.
-        steps = 16 * flush_period(self.window, tokens, accepted)
+        period = flush_period(self.window, tokens, accepted)
+        steps = period * max(1, min(16, 256 // period))
         self.calls = steps * self.count
         self.checks = {
             name: Check(self.spec, batch, name, tokens, accepted, ahead)

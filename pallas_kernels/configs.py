@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem
+from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, programs_per_row
 from pallas_kernels.read_copy import FORMATS
 from pallas_kernels.scratch import shared_bytes
 
@@ -42,13 +42,22 @@ def configs(problem: Problem) -> list[Config]:
 
 def choose(problem: Problem, mode: Mode) -> Config | None:
     """The cut to use: fixed by the shapes alone, so that a result never depends on timing."""
+    config = _choose(problem, mode)
+    if config is None:
+        return None
+    # Parts of a tile fit in the registers of more programs; where few run, they only take longer.
+    filled = problem.batch * programs_per_row(problem, config) >= FILLED
+    whole = problem.key_dim % config.channels or (not filled and problem.key_dim <= 128)
+    return dataclasses.replace(config, channels=problem.key_dim) if whole else config
 
+
+def _choose(problem: Problem, mode: Mode) -> Config | None:
     def fits(config: Config) -> int:
         """Programs on a multiprocessor, by their shared memory."""
         return _SHARED // (shared_bytes(problem, config, mode) + _TAKEN)
 
     def programs(config: Config) -> int:
-        return problem.batch * problem.num_heads * problem.value_dim // config.num_rows
+        return problem.batch * programs_per_row(problem, config)
 
     # Where all programs run at once, the most bytes in flight win (21.6 us against 24.1, Mamba-2
     # with 16 rows on an H200).

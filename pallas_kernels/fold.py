@@ -93,9 +93,8 @@ class Fold(Solve):
 
     @property
     def parts(self) -> list[Any]:
-        """Key channels that are folded at once: few, for the registers they take."""
-        n = self.p.key_dim
-        width = 64 if n % 64 == 0 else n
+        """Key channels that are folded at once."""
+        n, width = self.p.key_dim, self.c.channels
         return [pl.ds(first, width) for first in range(0, n, width)]
 
     def fold_part(self, slot: Any, i: Any, channels: Any) -> None:

@@ -176,12 +176,14 @@ class Config:
       rows: state rows of each of these heads; fewer than P only where `heads` is 1.
       stages: state tiles in flight.
       copies: tiles of the read copy in flight.
+      channels: key channels that a fold has in registers at once.
     """
 
     heads: int
     rows: int
     stages: int
     copies: int = 0
+    channels: int = 64
 
     @property
     def num_rows(self) -> int:

@@ -339,6 +339,7 @@ class Fills:
         self.spec = layers.make_spec(layer, window=self.window)
         self.count = args.layers or layers_of(batch, 1)
         self.name = args.implementation[0]
+        self.steps = (16 if batch <= 64 else 2) * self.window
         step = replay_step(self.spec, self.name, 1)
 
         def run(states: Any, pointer: rs.Pointer, inputs: Any) -> Any:
@@ -350,7 +351,7 @@ class Fills:
                     after.append(state)
                 return after, output[0, 0, 0, 0]
 
-            return jax.lax.scan(body, states, None, length=2 * self.window)
+            return jax.lax.scan(body, states, None, length=self.steps)
 
         self.check = Check(self.spec, batch, self.name, 1, 1, ahead)
         self.random = ahead(random_tokens, self.spec, batch, 1, 0)
@@ -358,7 +359,7 @@ class Fills:
         inputs = [one] * self.count
         self.program = ahead(jax.jit(run, donate_argnums=0), *jax.eval_shape(self.start), inputs)
         self.baseline = ahead(
-            loop(conventional_step(self.spec, self.name, 1), 2 * self.window),
+            loop(conventional_step(self.spec, self.name, 1), self.steps),
             *jax.eval_shape(self.baseline_states),
             inputs,
         )
@@ -371,7 +372,7 @@ class Fills:
         return conventional_states(self.spec, self.batch, self.count)
 
     def rows(self) -> Iterator[harness.Row]:
-        calls = 2 * self.window * self.count
+        calls = self.steps * self.count
         inputs = [self.random.result()(seed) for seed in range(self.count)]
         error = self.check()
         box, pointer = self.start()

@@ -21,7 +21,7 @@ from replayssm_jax.state import InputBuffer
 
 def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""
-    return why_no_kernel(_problem(spec, 1, num_tokens), Mode())
+    return why_no_kernel(problem_of(spec, 1, num_tokens), Mode())
 
 
 def step(
@@ -69,7 +69,7 @@ def recurrent_step(
     """As `kernels.recurrent_step`."""
     shape = state.shape
     flat = jax.new_ref(state.reshape(shape[0], -1, shape[3]))
-    output = conventional.launch(_problem(spec, shape[0], 1), flat, tokens)
+    output = conventional.launch(problem_of(spec, shape[0], 1), flat, tokens)
     return output, jax.freeze(flat).reshape(shape)
 
 
@@ -82,7 +82,7 @@ def verify_snapshots(
 ) -> tuple[jax.Array, jax.Array]:
     """As `kernels.verify_snapshots`."""
     shape = states.shape
-    problem = _problem(spec, shape[0], tokens[2].shape[1])
+    problem = problem_of(spec, shape[0], tokens[2].shape[1])
     flat = jax.new_ref(states.reshape(*shape[:2], -1, shape[4]))
     output = conventional.launch_snapshots(problem, flat, position, num_new, tokens)
     return output, jax.freeze(flat).reshape(shape)
@@ -118,7 +118,8 @@ def _target(implementation: str) -> dict[str, bool]:
     return {"interpret": interpret, "wgmma": not interpret and dispatch.target_is_hopper()}
 
 
-def _problem(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
+def problem_of(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
+    """A step of T tokens as the kernels know it."""
     return Problem(
         batch=batch_size,
         num_heads=spec.num_heads,

@@ -9,7 +9,7 @@ from replayssm_jax import dispatch
 if jax.__version_info__ < dispatch.OLDEST_JAX_FOR_KERNELS:
     pytest.skip("kernels need a newer jax", allow_module_level=True)
 
-import cuts  # noqa: E402
+import cuts
 
 
 @pytest.mark.parametrize("read_dtype", [None, "int8"])

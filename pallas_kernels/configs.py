@@ -122,7 +122,8 @@ def why_not(problem: Problem, mode: Mode) -> str | None:
             + (", one at a time with per-channel decay" if p.channel else "")
         )
     if choose(p, mode) is None:
-        least = min(shared_bytes(p, c, mode) for c in configs(p))
+        cuts = [dataclasses.replace(c, stages=1, copies=min(1, c.copies)) for c in configs(p)]
+        least = min(shared_bytes(p, cut, mode) for cut in cuts)
         return (
             f"a program would need {least} bytes of shared memory for window={p.window}, "
             f"{p.num_tokens} tokens, key_dim={p.key_dim}, value_dim={p.value_dim} and "

@@ -217,24 +217,20 @@ def _relabel(
         wide = layout in (_WIDE_LHS[1], _WIDEST_RHS)
         width = 64 if wide else 32
         pairs = range(0, layout.to_mgpu().vector_length, 2)
-        if new == RHS and layout not in (
-            _WIDE_RHS,
-            _WIDEST_RHS,
-        ):  # of four, by (k, half of the lane's)
+        if layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, of the lane's)
+            parts = registers.reshape(shape[0] // width, shape[1] // 8, -1)
+            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
+            registers = registers.reshape(*parts.shape[:2], width // 16, 2).transpose(0, 2, 1, 3)
+        elif new == RHS:  # of four, by (k, half of the lane's)
             parts = registers.reshape(shape[0] // 32, 1, 2)
-            registers = np.stack([_cut(parts, i, i + 2) for i in (0, 2)], axis=-1)
+            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
             registers = registers.transpose(0, 2, 1, 3)
-        elif (
-            new == LHS and layout != _NARROW_ROWS
-        ):  # by (m, k, half of the rows, part of the lane's)
+        elif new == LHS and layout != _NARROW_ROWS:
+            # By (m, k, half of the rows, part of the lane's).
             parts = registers.reshape(shape[0] // 64, shape[1] // width, 2, -1)
             registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
             registers = registers.reshape(*parts.shape[:3], width // 16, 2)
             registers = registers.transpose(0, 1, 3, 4, 2)
-        elif layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, of the lane's)
-            parts = registers.reshape(shape[0] // width, shape[1] // 8, -1)
-            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
-            registers = registers.reshape(*parts.shape[:2], width // 16, 2).transpose(0, 2, 1, 3)
         return fa.FragmentedArray(
             _registers=registers.reshape(registers_shape),
             _layout=new.to_mgpu(),

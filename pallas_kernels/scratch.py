@@ -42,7 +42,7 @@ class Scratch(NamedTuple):
     total: Any = None  # decay of the checkpoint by the window, for each channel or head
     row_total: Any = None  # scalar decay: the same for each state row, if tiles have several heads
     decay: Any = None  # scalar decay: log-decay of each record, for each head
-    weight: Any = None  # scalar decay: decay (times beta) of each record
+    weight: Any = None  # of each record, for each head: scalar decay times, additive rule, beta
     new_gate: Any = None  # log-decays of the new tokens, then their betas, for each head
     score: Any = None  # <k_j, r> for each q and each k, window and new records j
     read: Any = None  # S r for each column r; T > 1: for each row

@@ -266,6 +266,17 @@ def test_what_kernels_do_not_take_falls_back_unless_named():
         )
 
 
+def test_a_refusal_names_the_least_that_would_do():
+    """Of a cut with several tiles, with one of them in flight."""
+    from pallas_kernels import configs, problem, scratch  # which older versions cannot import
+    from replayssm_jax import mosaic_gpu
+
+    dims = dict(num_heads=4, num_groups=1, value_dim=80, key_dim=256)
+    spec = make_spec("mamba2", window=64, max_tokens=16, **dims)
+    p, mode, cut = mosaic_gpu._problem(spec, 1, 16), problem.Mode(), problem.Config(4, 80, 1)
+    assert f"need {scratch.shared_bytes(p, cut, mode)} bytes" in configs.why_not(p, mode)
+
+
 def test_a_mesh_takes_shard_map():
     """Bare, a kernel on a mesh would gather its operands; under shard_map each device runs it."""
     spec = LAYERS["gated_delta_net"]

@@ -46,9 +46,11 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
     if config is None:
         return None
     # Parts of a tile fit in the registers of more programs; where few run, they only take longer.
+    n = problem.key_dim
     filled = problem.batch * programs_per_row(problem, config) >= FILLED
-    whole = problem.key_dim % config.channels or (not filled and problem.key_dim <= 128)
-    return dataclasses.replace(config, channels=problem.key_dim) if whole else config
+    parts = [64, 32] if n % 32 == 0 else [48]  # a swizzled tile is cut where its swizzle ends
+    parts = [width for width in parts if n % width == 0 and (n > 128 or (filled and width == 64))]
+    return dataclasses.replace(config, channels=[*parts, n][0])
 
 
 def _choose(problem: Problem, mode: Mode) -> Config | None:

@@ -59,9 +59,8 @@ class Fold(Solve):
         def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
             if self.c.num_tiles > stages:
-                plgpu.wait_smem_to_gmem(
-                    0, wait_read_only=True
-                )  # all have read and left the last one
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
+                plgpu.commit_smem()  # all threads have read it
                 following = i - 1 + stages
 
                 @pl.when((i > 0) & (following < self.c.num_tiles))

@@ -677,7 +677,8 @@ class Step(Fold):
             return sums
 
         sums = (zeros(self.shape, self.layout),) * p.num_columns
-        return list(lax.fori_loop(0, lax.div(self.length + CHUNK - 1, CHUNK), add_chunk, sums))
+        live = jnp.minimum(self.length, p.window)
+        return list(lax.fori_loop(0, lax.div(live + CHUNK - 1, CHUNK), add_chunk, sums))
 
     def finish(self, folded: bool) -> None:
         """Updates and outputs of the new tokens, row by row."""

@@ -21,6 +21,7 @@ from pallas_kernels.products import ACC, LHS, RECORDS, RHS, split, term_pairs, t
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
+from pallas_kernels.tf32 import READS
 
 
 def gather(reads: tuple[jax.Array, ...], i: Any, read: Any) -> tuple[jax.Array, ...]:
@@ -39,7 +40,8 @@ class Fold(Solve):
         """Where the reads of several tokens are gathered, for each tile; () for one token."""
         if self.p.num_tokens < 2:
             return ()
-        return (zeros((TILE, self.p.padded_columns), ACC),) * self.c.num_tiles
+        layout = READS if self.copy is None else ACC
+        return (zeros((TILE, self.p.padded_columns), layout),) * self.c.num_tiles
 
     def store_reads(self, reads: tuple[jax.Array, ...], ref: Any) -> None:
         """Store what was gathered."""

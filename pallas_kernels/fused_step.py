@@ -18,7 +18,6 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tf32
 from pallas_kernels.configs import choose, why_not
 from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
@@ -56,7 +56,6 @@ from pallas_kernels.products import (
     LHS,
     RHS,
     SUMS,
-    Shares,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -337,7 +336,8 @@ class Step(Fold):
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
-                    for b, term in enumerate(split(rest, p.key_terms, away=True)):
+                    terms = [rest] if p.has_float_operand else split(rest, p.key_terms, away=True)
+                    for b, term in enumerate(terms):
                         at = (0, b * p.num_columns + c) if p.packs_terms else (b, c)
                         store(sm.operand.at[(*at, here)], term)
 
@@ -390,23 +390,26 @@ class Step(Fold):
     def multiply_tile(self, ref: Any) -> jax.Array:
         """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
         p, interpret = self.p, self.mode.interpret
+        shape = TILE, p.padded_columns
+        if p.read_dtype is None:
+            operand = self.sm.operand
+            found = tf32.TileProducts(
+                p.key_dim, p.padded_columns, operand.dtype, interpret=interpret
+            )
+            # Some channels at a time, for the registers that their terms take.
+            width = tf32.width(p.key_dim)
+            for first in range(0, p.key_dim, width):
+                here = pl.ds(first, width)
+                columns = operand.at[0, pl.ds(0, p.padded_columns), here]
+                found.add(load(ref.at[:, here], found.rows), load(columns, found.columns))
+            return found.total()
         layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
-        narrow = lhs is LHS and not interpret and p.read_dtype is None
-        # Sums of their own, as each product of a sum waits for the one before.
-        pairs = term_pairs(p.key_terms, p.read_terms)
-        apart = p.read_dtype is None
-        sums = [zeros((TILE, p.padded_columns), ACC)] * (len(pairs) if apart else 3)
-        # Some channels at a time, for the registers that their terms take.
-        several = p.read_dtype is None and p.key_terms > 1 and p.key_dim % 32 == 0
-        width = 32 if several else p.key_dim
-        for first in range(0, p.key_dim, width):
-            here = pl.ds(first, width)
-            state = tile_terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
-            factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
-            for i, (a, b) in enumerate(pairs):
-                n = i if apart else a + b
-                sums[n] = multiply(sums[n], state[a], factors[b], layouts, interpret=interpret)
-        return functools.reduce(lambda total, x: x + total, reversed(sums))
+        sums = [zeros(shape, ACC)] * 3
+        state = tile_terms(load(ref, lhs), p.read_terms)
+        factors = [load(self.operand(b, pl.ds(0, p.key_dim)), rhs) for b in range(p.key_terms)]
+        for a, b in term_pairs(p.key_terms, p.read_terms):
+            sums[a + b] = multiply(sums[a + b], state[a], factors[b], layouts, interpret=interpret)
+        return sums[0] + (sums[1] + sums[2])
 
     @property
     def tile_parts(self) -> list[Any]:
@@ -547,7 +550,7 @@ class Step(Fold):
         p, sm = self.p, self.sm
         for first in range(0, p.padded_window, BLOCK * row_warps):
             for c in range(0, p.num_columns, 8 * column_warps):
-                shares = Shares(row_warps, column_warps, interpret=self.mode.interpret)
+                shares = tf32.Shares(row_warps, column_warps, interpret=self.mode.interpret)
                 keys, columns = (pl.ds(n, m) for n, m in zip((first, c), shares.shape, strict=True))
                 for channel in range(0, p.key_dim, 32):
                     here = pl.ds(channel, 32)

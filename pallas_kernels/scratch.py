@@ -37,7 +37,7 @@ class Scratch(NamedTuple):
     v: Any = None
     g: Any = None  # channel decay: new log-decays
     column: Any = None  # channel decay: q and k times their decay since the window
-    operand: Any = None  # T > 1, or a copy: bf16 terms of the columns as the state sees them
+    operand: Any = None  # T > 1, or a copy: the columns as the state sees them, or bf16 terms
     apart: Any = None  # scalar decay, T > 1: decay by the new tokens from one to another
     total: Any = None  # decay of the checkpoint by the window, for each channel or head
     row_total: Any = None  # scalar decay: the same for each state row, if tiles have several heads
@@ -79,7 +79,9 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     vectors = p.padded_columns
     if p.has_token_operand and several:  # 16 rows of which are scored at once
         vectors = max(BLOCK, round_up(2 * tokens, 8))
-    if several or p.packs_terms:
+    if p.has_float_operand:  # rows in other banks
+        small["operand"] = sm((1, vectors, n if n % 32 else n + 4), F32)
+    elif several or p.packs_terms:
         alone["operand"] = sm(
             (1 if p.packs_terms else p.key_terms, vectors, operand_width(n)), bf16
         )

@@ -122,6 +122,8 @@ class Step(Fold):
         super().__init__(problem, config, mode, state, copy, scratch)
         self.ring, self.rows, self.inputs, self.output = ring, rows, inputs, output
         self.gates = spread(*((8, config.heads) if config.heads > 1 else (8,)), vector=1)
+        # The ring whose rows are the records.
+        self.records = ring.update if problem.delta else ring.value
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
@@ -155,8 +157,9 @@ class Step(Fold):
             loads += [
                 (sm.q.at[t], load(q.at[b, t, self.group], self.channels)),
                 (sm.k.at[t], load(k.at[b, t, self.group], self.channels)),
-                (sm.v.at[t], load(self.rows_of(v, b, t), self.layout)),
             ]
+            if not p.brings_records_late:
+                loads.append((sm.v.at[t], load(self.rows_of(v, b, t), self.layout)))
             if p.channel:
                 loads.append((sm.g.at[t], load(g.at[b, t, self.head], self.channels)))
         if self.copy is not None and sm.scale is not None:
@@ -166,11 +169,6 @@ class Step(Fold):
     def start_window(self) -> None:
         """Start the copies of the committed records, in chunks, live ones only."""
         p, sm, b = self.p, self.sm, self.b
-
-        ring = self.ring.update if p.delta else self.ring.value
-
-        def start_records(slots: Any, here: Any, bar: Any) -> None:
-            plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), sm.record.at[here], bar)
 
         for chunk in range(p.num_chunks):
 
@@ -183,14 +181,29 @@ class Step(Fold):
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
                 if p.solves_again:  # a fold brings raw values itself
-                    bar_of = sm.record_bar.at[chunk]
-                    self.branch(lambda: None, lambda: start_records(slots, here, bar_of))
-                else:
-                    start_records(slots, here, bar)
+                    self.branch(lambda: None, lambda: self.start_records(chunk, sm.record_bar))
+                elif not p.brings_records_late:
+                    self.start_records(chunk, sm.window_bar)
                 if p.channel:
                     plgpu.copy_gmem_to_smem(
                         self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
                     )
+
+    def start_records(self, chunk: int, bars: Any) -> None:
+        """Start the copy of a chunk of the records."""
+        first = chunk * self.p.chunk
+        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
+        records = self.rows_of(self.records, self.b, slots)
+        plgpu.copy_gmem_to_smem(records, self.sm.record.at[here], bars.at[chunk])
+
+    def start_late_records(self) -> None:
+        """Start the copies of the committed records in the place of keys that were scored."""
+        plgpu.commit_smem()  # all threads have scored
+        for chunk in range(self.p.num_chunks):
+
+            @pl.when(self.length > chunk * self.p.chunk)
+            def _(chunk: int = chunk) -> None:
+                self.start_records(chunk, self.sm.record_bar)
 
     def wait_window(self, bars: Any = None) -> None:
         """Wait for the records of the window."""
@@ -481,6 +494,8 @@ class Step(Fold):
                         self.weigh_late()
                         self.wait_window()
                     self.score_keys(window=True)
+                    if p.brings_records_late:
+                        self.start_late_records()
 
             plgpu.barrier_wait(arrived.at[slot])
             read = self.read_tile(tiles.at[slot], i, operands)
@@ -642,6 +657,10 @@ class Step(Fold):
                     if i > first:
                         decay = jnp.where(index + first >= i, decay, 0.0)
                     since = decay if since is None else since + decay
+        if p.brings_records_late:
+            plgpu.commit_smem()  # all threads have read what gives way to scores and values
+            values = self.rows_of(self.inputs[2], self.b, pl.ds(0, p.num_tokens))
+            plgpu.copy_gmem_to_smem(values, sm.v, sm.value_bar)
         # Stores last, as in `score_keys`.
         for i, here, scores in found:
             store(sm.score.at[p.padded_window + i, pl.ds(here, 4)], scores)
@@ -719,9 +738,6 @@ class Step(Fold):
             self.write_output(t, query)
             if self.mode.append:
                 self.append(t, folded, updates[t])
-        if self.mode.append and tokens > 1:
-            for t in range(tokens):
-                self.append_shared(t, folded)
 
     def decay_since(self, first: int, t: int) -> jax.Array:
         """Scalar decay by the new tokens from `first` to t, for each head."""
@@ -750,7 +766,7 @@ class Step(Fold):
             if p.num_tokens == 1:
                 self.append_shared(t, folded)
 
-    def append_shared(self, t: int, folded: bool) -> None:
+    def append_shared(self, t: int, folded: Any) -> None:
         """Record what programs of the same key head, or head, have in common of new token t."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
 
@@ -771,11 +787,12 @@ class Step(Fold):
                 kept = ring.log_decay.at[b, self.new_slot(t, folded), self.head]
                 store(kept, load(sm.g.at[t], self.channels))
 
-    def new_slot(self, t: int, folded: bool) -> jax.Array:
+    def new_slot(self, t: int, folded: Any) -> jax.Array:
         """Slot of new token t: behind the committed records, or where a window may start."""
         first = self.start + self.length
-        if folded:
-            first = lax.div(first + 7, 8) * 8
+        if folded is not False:
+            window = lax.div(first + 7, 8) * 8
+            first = window if folded is True else jnp.where(folded, window, first)
         return lax.rem(first + t, self.p.capacity)
 
     def write_output(self, t: int, value: jax.Array) -> None:
@@ -797,6 +814,10 @@ class Step(Fold):
             self.weigh_records()
         for place, value in tokens:
             store(place, value)
+        if self.mode.append and p.num_tokens > 1:
+            # Here once, with registers to spare for many addresses: no program reads these slots.
+            for t in range(p.num_tokens):
+                self.append_shared(t, self.due)
         if p.channel:
             self.wait_window()
             if p.solves_again:
@@ -830,6 +851,8 @@ class Step(Fold):
                 self.score_keys(window=not folded)
             if sm.record_bar is not None and not folded:
                 self.wait_window(sm.record_bar)
+            if sm.value_bar is not None:
+                plgpu.barrier_wait(sm.value_bar)
             plgpu.commit_smem()
             self.finish(folded)
 

@@ -27,6 +27,7 @@ class Scratch(NamedTuple):
     window_bar: Any
     copy_bar: Any = None
     record_bar: Any = None  # apart where a fold brings no records
+    value_bar: Any = None  # of new values that come late
 
     state: Any = None  # state tiles in flight
     key: Any = None  # keys of the window
@@ -71,6 +72,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     heads = (c.heads,)
     window, n, tokens = p.padded_window, p.key_dim, p.num_tokens
     several, channel, copied = tokens > 1, p.channel, p.read_dtype is not None
+    late = p.brings_records_late
     alone: Group = Group()
     small: Group = Group()
     found: list[Any] = [alone]
@@ -94,7 +96,11 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         small["new_gate"] = sm((2 * tokens, *heads), F32)
     if several and not channel:
         small["apart"] = sm((tokens, tokens, *heads), F32)
-    if tokens and channel:
+    if late:  # what keys are scored with gives way to the scores
+        score = sm((window + p.token_rows, p.score_columns), F32)
+        new = Group(q=alone.pop("q"), k=alone.pop("k"), g=sm((tokens, n), F32))
+        found.append(_union([new, Group(score=score, v=alone.pop("v"))]))
+    elif tokens and channel:
         small["g"] = sm((tokens, n), F32)
 
     # Window
@@ -104,6 +110,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         sm((window, *rows), p.record_dtype),
     )
     column = sm((p.num_columns, n), F32)
+    read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
     keys = [Group(gate=gate, key=key) if channel else Group(key=key)]
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         if several and channel:
@@ -113,8 +120,10 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         # The swizzle under which a tensor-core product takes operands from shared memory.
         swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
         keys.append(Group(fold_key=sm((p.key_terms, window, n), bf16, transforms=swizzle)))
+    if late:
+        keys += [Group(record=record), *([Group(read_folded=read)] if mode.fold else [])]
     found.append(_union(keys))
-    if channel and tokens and not (several and len(keys) > 1):
+    if channel and tokens and not (several and mode.fold):
         small["column"] = column
     small["total"] = sm((n,) if channel else heads, F32)
     if not channel:
@@ -123,13 +132,12 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
             small["row_total"] = sm(rows, F32)
     if not (p.delta and channel):
         small["weight"] = sm((window, *heads), F32)
-    if tokens:
+    if tokens and not late:
         small["score"] = sm((window + p.padded_tokens, p.score_columns), F32)
 
     # State
     state = Group(state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)))
-    read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
-    records = [Group(record=record)]
+    records = [] if late else [Group(record=record)]
     if copied:
         copy = swizzled(p.read_dtype, n)
         reads = Group()
@@ -156,7 +164,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         # What tiles gave stays in registers until the last of them is read; records are dead once
         # they are folded.
         found.append(_union([state, Group(read=read)]))
-        records += [Group(read_folded=read)] if mode.fold else []
+        records += [Group(read_folded=read)] if mode.fold and not late else []
     else:
         alone |= state
         if tokens:
@@ -176,6 +184,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     )
     if copied:
         bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
+    if late:
+        bars["value_bar"] = plgpu.Barrier()
     if not records:
         bars["record_bar"] = plgpu.Barrier(num_barriers=p.num_chunks)
     return (*found, bars)

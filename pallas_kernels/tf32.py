@@ -196,16 +196,17 @@ def _cut(x: jax.Array) -> jax.Array:
 
 
 def _terms(x: jax.Array, *, away: bool = False) -> list[jax.Array]:
-    """Two terms whose sum is `x`, the first with bits that tensor cores leave out.
+    """Two terms whose sum is `x`; the first is cut off, or halves are rounded `away` from zero.
 
-    They cut it off, or halves are rounded `away` from zero before. If a sum leaves out the products
+    The cut takes no instruction, as tensor cores read no other bits. If a sum leaves out products
     of two second terms, one of them must be of either sign.
     """
     top = x
     if away:
         bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x1000)
         top = lax.bitcast_convert_type(bits, jnp.float32)
-    return [top, x - _cut(top)]
+    top = _cut(top)
+    return [top, x - top]
 
 
 def _product(sums: Any, left: Any, right: Any) -> np.ndarray:

@@ -21,6 +21,7 @@ from pallas_kernels.products import ACC, LHS, RECORDS, RHS, split, term_pairs, t
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
+from pallas_kernels.tf32 import READS
 
 
 def gather(reads: tuple[jax.Array, ...], i: Any, read: Any) -> tuple[jax.Array, ...]:
@@ -31,6 +32,9 @@ def gather(reads: tuple[jax.Array, ...], i: Any, read: Any) -> tuple[jax.Array, 
 class Fold(Solve):
     """The part of a step's program that folds; what reads a tile is the step's."""
 
+    # The ring's [B, R, H, P] that has the records.
+    records: Any
+
     def read_folded(self, ref: Any, i: Any) -> jax.Array | None:
         """Read the columns from tile i at `ref`; returned for several tokens, else stored."""
         raise NotImplementedError
@@ -39,7 +43,8 @@ class Fold(Solve):
         """Where the reads of several tokens are gathered, for each tile; () for one token."""
         if self.p.num_tokens < 2:
             return ()
-        return (zeros((TILE, self.p.padded_columns), ACC),) * self.c.num_tiles
+        layout = READS if self.copy is None else ACC
+        return (zeros((TILE, self.p.padded_columns), layout),) * self.c.num_tiles
 
     def store_reads(self, reads: tuple[jax.Array, ...], ref: Any) -> None:
         """Store what was gathered."""
@@ -70,12 +75,13 @@ class Fold(Solve):
                         self.tile(following), sm.state.at[place], sm.state_bar.at[place]
                     )
 
+            records = self.load_records(i) if p.brings_records_late else {}
             if p.solves_again:
                 self.solve_tile(slot, i)
             else:
                 plgpu.barrier_wait(sm.state_bar.at[slot])
             for channels in self.parts:
-                self.fold_part(slot, i, channels)
+                self.fold_part(slot, i, channels, records)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
@@ -96,8 +102,18 @@ class Fold(Solve):
         n, width = self.p.key_dim, self.c.channels
         return [pl.ds(first, width) for first in range(0, n, width)]
 
-    def fold_part(self, slot: Any, i: Any, channels: Any) -> None:
-        """Fold some key channels of tile i."""
+    def load_records(self, i: Any) -> dict[int, jax.Array]:
+        """The window's records in the rows of state tile i from device memory, by sixteens."""
+        found = {}
+        for first in blocks(self.p.padded_window):
+            eights = [*self.load_rows(self.records, i, first, RECORDS).values()]
+            if len(eights) == 1:
+                eights.append(zeros((8, TILE), RECORDS).astype(eights[0].dtype))
+            found[first] = beside(eights, RECORDS, interpret=self.mode.interpret, axis=0)
+        return found
+
+    def fold_part(self, slot: Any, i: Any, channels: Any, records: dict[int, jax.Array]) -> None:
+        """Fold some key channels of tile i; `records` where those are not in shared memory."""
         p, sm = self.p, self.sm
         place = sm.state.at[slot, :, channels]
         state = load(place, ACC, optimized=True)
@@ -111,7 +127,7 @@ class Fold(Solve):
             total = broadcast(total, state.shape, (0,), ACC)
         state = jnp.where(self.fresh, 0.0, state * total)
         for first in blocks(p.padded_window):
-            state = self.add_products(state, first, i, channels)
+            state = self.add_products(state, first, i, channels, records.get(first))
         store(place, state, optimized=True)
 
     def encode_tile(self, slot: Any, i: Any) -> None:
@@ -156,14 +172,16 @@ class Fold(Solve):
                 for b, term in enumerate(terms):
                     store(sm.fold_key.at[b, here], term)
 
-    def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
+    def fold_records(self, first: int, i: Any, layout: Any, given: jax.Array | None) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
-        if self.p.solves_again:
-            place = self.sm.solved.at[here]
+        if given is not None:
+            records = given
+        elif self.p.solves_again:
+            records = load(self.sm.solved.at[here], layout)
         else:
-            place = self.tile_rows(self.sm.record, here, i=i)
-        records = load(place, layout).astype(F32)
+            records = load(self.tile_rows(self.sm.record, here, i=i), layout)
+        records = records.astype(F32)
         if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
@@ -193,23 +211,25 @@ class Fold(Solve):
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
-    def record_terms(self, first: int, i: Any) -> list[jax.Array]:
+    def record_terms(self, first: int, i: Any, given: jax.Array | None) -> list[jax.Array]:
         """[64, 16] weighted records from `first` on in the rows of state tile i, as bf16 terms."""
-        records = self.fold_records(first, i, RECORDS)
+        records = self.fold_records(first, i, RECORDS, given)
         if self.mode.interpret:
             records = records.T
         else:
             records = transpose(records, plgpu.Layout.WGMMA if self.mode.wgmma else LHS)
         return split(records, 3, away=True)
 
-    def add_products(self, state: jax.Array, first: int, i: Any, channels: Any) -> jax.Array:
+    def add_products(
+        self, state: jax.Array, first: int, i: Any, channels: Any, given: jax.Array | None
+    ) -> jax.Array:
         """Part of state tile i plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
         if sm.fold_key is None:
             keys = [sm.key.at[here, channels]]
         else:
             keys = [sm.fold_key.at[b, here, channels] for b in range(p.key_terms)]
-        terms, pairs = self.record_terms(first, i), term_pairs(p.key_terms)
+        terms, pairs = self.record_terms(first, i, given), term_pairs(p.key_terms)
         if self.mode.interpret:  # it has no warp-level products
             for a, b in pairs:
                 state = state + terms[a].astype(F32) @ load(keys[b], operand_rows()).astype(F32)

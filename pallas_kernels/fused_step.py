@@ -18,7 +18,6 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tf32
 from pallas_kernels.configs import choose, why_not
 from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
@@ -56,7 +56,6 @@ from pallas_kernels.products import (
     LHS,
     RHS,
     SUMS,
-    Shares,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -123,6 +122,8 @@ class Step(Fold):
         super().__init__(problem, config, mode, state, copy, scratch)
         self.ring, self.rows, self.inputs, self.output = ring, rows, inputs, output
         self.gates = spread(*((8, config.heads) if config.heads > 1 else (8,)), vector=1)
+        # The ring whose rows are the records.
+        self.records = ring.update if problem.delta else ring.value
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
@@ -156,8 +157,9 @@ class Step(Fold):
             loads += [
                 (sm.q.at[t], load(q.at[b, t, self.group], self.channels)),
                 (sm.k.at[t], load(k.at[b, t, self.group], self.channels)),
-                (sm.v.at[t], load(self.rows_of(v, b, t), self.layout)),
             ]
+            if not p.brings_records_late:
+                loads.append((sm.v.at[t], load(self.rows_of(v, b, t), self.layout)))
             if p.channel:
                 loads.append((sm.g.at[t], load(g.at[b, t, self.head], self.channels)))
         if self.copy is not None and sm.scale is not None:
@@ -167,11 +169,6 @@ class Step(Fold):
     def start_window(self) -> None:
         """Start the copies of the committed records, in chunks, live ones only."""
         p, sm, b = self.p, self.sm, self.b
-
-        ring = self.ring.update if p.delta else self.ring.value
-
-        def start_records(slots: Any, here: Any, bar: Any) -> None:
-            plgpu.copy_gmem_to_smem(self.rows_of(ring, b, slots), sm.record.at[here], bar)
 
         for chunk in range(p.num_chunks):
 
@@ -184,14 +181,29 @@ class Step(Fold):
                     self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
                 )
                 if p.solves_again:  # a fold brings raw values itself
-                    bar_of = sm.record_bar.at[chunk]
-                    self.branch(lambda: None, lambda: start_records(slots, here, bar_of))
-                else:
-                    start_records(slots, here, bar)
+                    self.branch(lambda: None, lambda: self.start_records(chunk, sm.record_bar))
+                elif not p.brings_records_late:
+                    self.start_records(chunk, sm.window_bar)
                 if p.channel:
                     plgpu.copy_gmem_to_smem(
                         self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
                     )
+
+    def start_records(self, chunk: int, bars: Any) -> None:
+        """Start the copy of a chunk of the records."""
+        first = chunk * self.p.chunk
+        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
+        records = self.rows_of(self.records, self.b, slots)
+        plgpu.copy_gmem_to_smem(records, self.sm.record.at[here], bars.at[chunk])
+
+    def start_late_records(self) -> None:
+        """Start the copies of the committed records in the place of keys that were scored."""
+        plgpu.commit_smem()  # all threads have scored
+        for chunk in range(self.p.num_chunks):
+
+            @pl.when(self.length > chunk * self.p.chunk)
+            def _(chunk: int = chunk) -> None:
+                self.start_records(chunk, self.sm.record_bar)
 
     def wait_window(self, bars: Any = None) -> None:
         """Wait for the records of the window."""
@@ -337,7 +349,8 @@ class Step(Fold):
                 if sm.operand is not None:
                     rest = value if window is None else value * window
                     here = pl.ds(0, p.key_dim)
-                    for b, term in enumerate(split(rest, p.key_terms, away=True)):
+                    terms = [rest] if p.has_float_operand else split(rest, p.key_terms, away=True)
+                    for b, term in enumerate(terms):
                         at = (0, b * p.num_columns + c) if p.packs_terms else (b, c)
                         store(sm.operand.at[(*at, here)], term)
 
@@ -390,23 +403,26 @@ class Step(Fold):
     def multiply_tile(self, ref: Any) -> jax.Array:
         """The same for the columns of several tokens, on tensor cores; the tile is at `ref`."""
         p, interpret = self.p, self.mode.interpret
+        shape = TILE, p.padded_columns
+        if p.read_dtype is None:
+            operand = self.sm.operand
+            found = tf32.TileProducts(
+                p.key_dim, p.padded_columns, operand.dtype, interpret=interpret
+            )
+            # Some channels at a time, for the registers that their terms take.
+            width = tf32.width(p.key_dim)
+            for first in range(0, p.key_dim, width):
+                here = pl.ds(first, width)
+                columns = operand.at[0, pl.ds(0, p.padded_columns), here]
+                found.add(load(ref.at[:, here], found.rows), load(columns, found.columns))
+            return found.total()
         layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
-        narrow = lhs is LHS and not interpret and p.read_dtype is None
-        # Sums of their own, as each product of a sum waits for the one before.
-        pairs = term_pairs(p.key_terms, p.read_terms)
-        apart = p.read_dtype is None
-        sums = [zeros((TILE, p.padded_columns), ACC)] * (len(pairs) if apart else 3)
-        # Some channels at a time, for the registers that their terms take.
-        several = p.read_dtype is None and p.key_terms > 1 and p.key_dim % 32 == 0
-        width = 32 if several else p.key_dim
-        for first in range(0, p.key_dim, width):
-            here = pl.ds(first, width)
-            state = tile_terms(load(ref.at[:, here], lhs, optimized=narrow), p.read_terms)
-            factors = [load(self.operand(b, here), rhs) for b in range(p.key_terms)]
-            for i, (a, b) in enumerate(pairs):
-                n = i if apart else a + b
-                sums[n] = multiply(sums[n], state[a], factors[b], layouts, interpret=interpret)
-        return functools.reduce(lambda total, x: x + total, reversed(sums))
+        sums = [zeros(shape, ACC)] * 3
+        state = tile_terms(load(ref, lhs), p.read_terms)
+        factors = [load(self.operand(b, pl.ds(0, p.key_dim)), rhs) for b in range(p.key_terms)]
+        for a, b in term_pairs(p.key_terms, p.read_terms):
+            sums[a + b] = multiply(sums[a + b], state[a], factors[b], layouts, interpret=interpret)
+        return sums[0] + (sums[1] + sums[2])
 
     @property
     def tile_parts(self) -> list[Any]:
@@ -478,6 +494,8 @@ class Step(Fold):
                         self.weigh_late()
                         self.wait_window()
                     self.score_keys(window=True)
+                    if p.brings_records_late:
+                        self.start_late_records()
 
             plgpu.barrier_wait(arrived.at[slot])
             read = self.read_tile(tiles.at[slot], i, operands)
@@ -547,7 +565,7 @@ class Step(Fold):
         p, sm = self.p, self.sm
         for first in range(0, p.padded_window, BLOCK * row_warps):
             for c in range(0, p.num_columns, 8 * column_warps):
-                shares = Shares(row_warps, column_warps, interpret=self.mode.interpret)
+                shares = tf32.Shares(row_warps, column_warps, interpret=self.mode.interpret)
                 keys, columns = (pl.ds(n, m) for n, m in zip((first, c), shares.shape, strict=True))
                 for channel in range(0, p.key_dim, 32):
                     here = pl.ds(channel, 32)
@@ -639,6 +657,10 @@ class Step(Fold):
                     if i > first:
                         decay = jnp.where(index + first >= i, decay, 0.0)
                     since = decay if since is None else since + decay
+        if p.brings_records_late:
+            plgpu.commit_smem()  # all threads have read what gives way to scores and values
+            values = self.rows_of(self.inputs[2], self.b, pl.ds(0, p.num_tokens))
+            plgpu.copy_gmem_to_smem(values, sm.v, sm.value_bar)
         # Stores last, as in `score_keys`.
         for i, here, scores in found:
             store(sm.score.at[p.padded_window + i, pl.ds(here, 4)], scores)
@@ -717,9 +739,6 @@ class Step(Fold):
             self.write_output(t, query)
             if self.mode.append:
                 self.append(t, folded, updates[t])
-        if self.mode.append and tokens > 1:
-            for t in range(tokens):
-                self.append_shared(t, folded)
 
     def decay_since(self, first: int, t: int) -> jax.Array:
         """Scalar decay by the new tokens from `first` to t, for each head."""
@@ -748,7 +767,7 @@ class Step(Fold):
             if p.num_tokens == 1:
                 self.append_shared(t, folded)
 
-    def append_shared(self, t: int, folded: bool) -> None:
+    def append_shared(self, t: int, folded: Any) -> None:
         """Record what programs of the same key head, or head, have in common of new token t."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
 
@@ -769,11 +788,12 @@ class Step(Fold):
                 kept = ring.log_decay.at[b, self.new_slot(t, folded), self.head]
                 store(kept, load(sm.g.at[t], self.channels))
 
-    def new_slot(self, t: int, folded: bool) -> jax.Array:
+    def new_slot(self, t: int, folded: Any) -> jax.Array:
         """Slot of new token t: behind the committed records, or where a window may start."""
         first = self.start + self.length
-        if folded:
-            first = lax.div(first + 7, 8) * 8
+        if folded is not False:
+            window = lax.div(first + 7, 8) * 8
+            first = window if folded is True else jnp.where(folded, window, first)
         return lax.rem(first + t, self.p.capacity)
 
     def write_output(self, t: int, value: jax.Array) -> None:
@@ -795,6 +815,10 @@ class Step(Fold):
             self.weigh_records()
         for place, value in tokens:
             store(place, value)
+        if self.mode.append and p.num_tokens > 1:
+            # Here once, with registers to spare for many addresses: no program reads these slots.
+            for t in range(p.num_tokens):
+                self.append_shared(t, self.due)
         if p.channel:
             self.wait_window()
             if p.solves_again:
@@ -828,6 +852,8 @@ class Step(Fold):
                 self.score_keys(window=not folded)
             if sm.record_bar is not None and not folded:
                 self.wait_window(sm.record_bar)
+            if sm.value_bar is not None:
+                plgpu.barrier_wait(sm.value_bar)
             plgpu.commit_smem()
             self.finish(folded)
 

@@ -132,16 +132,17 @@ def broadcast(
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
 
 
-def beside(parts: list[jax.Array], layout: Any, *, interpret: bool) -> jax.Array:
-    """Join parts [m, n] of one tensor-core operand along n, all in its layout."""
+def beside(parts: list[jax.Array], layout: Any, *, interpret: bool, axis: int = 1) -> jax.Array:
+    """Join parts of an array along an axis, all in its layout."""
     if interpret or len(parts) == 1:
-        return jnp.concatenate(parts, axis=1)
-    shape = parts[0].shape[0], sum(part.shape[1] for part in parts)
-    out = plgpu.ShapeDtypeStruct(shape, parts[0].dtype, layout=layout)
+        return jnp.concatenate(parts, axis=axis)
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    out = plgpu.ShapeDtypeStruct(tuple(shape), parts[0].dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,) * len(parts), return_type=out)
     def join(_: Any, *parts: fa.FragmentedArray) -> fa.FragmentedArray:
-        registers = np.concatenate([part.registers for part in parts], axis=1)
+        registers = np.concatenate([part.registers for part in parts], axis=axis)
         return fa.FragmentedArray(
             _registers=registers, _layout=layout.to_mgpu(), _is_signed=parts[0].is_signed
         )

@@ -100,6 +100,16 @@ class Problem:
         return self.num_tokens == 1 and self.read_dtype is not None
 
     @property
+    def brings_records_late(self) -> bool:
+        """Whether records come into the place of keys that were scored, or right into registers."""
+        return self.num_tokens > 1 and self.channel and self.read_dtype is None
+
+    @property
+    def has_float_operand(self) -> bool:
+        """Whether the columns of tensor-core products are float32, to be taken apart later."""
+        return self.num_tokens > 1 and self.read_dtype is None and self.key_terms > 1
+
+    @property
     def has_token_operand(self) -> bool:
         """Whether the columns of tensor-core products are the new q and k as they are."""
         return self.key_terms == 1 and (self.num_tokens > 1 or self.packs_terms)

@@ -6,7 +6,6 @@ below fp32 rounding.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -24,9 +23,8 @@ from pallas_kernels.layouts import as_argument, tiled
 _MMA = mgpu.MMALayouts(jnp.bfloat16)
 ACC, LHS, RHS = as_argument(_MMA.acc), as_argument(_MMA.lhs), as_argument(_MMA.rhs)
 # The same operands with more neighbours of the contracted dimension in a lane than two: eight in
-# float32 and 16 bits, which lanes read in vectors of 16 bytes, and sixteen in 8 bits.
+# 16 bits, which lanes read in vectors of 16 bytes, and sixteen in 8 bits.
 _WIDE_LHS = {
-    4: tiled(((64, 32), (16, 32), (8, 32), (8,), (4,)), (-8,), (-4, -3)),
     2: tiled(((64, 32), (16, 32), (8, 32), (8,)), (-7,), (-3, -2)),
     1: tiled(((64, 64), (16, 64), (8, 64), (16,)), (-7,), (-3, -2)),
 }
@@ -128,53 +126,6 @@ def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Arr
         lhs = _relabel(lhs, _NARROW_ROWS, LHS, shape)
     acc = plgpu.layout_cast(jnp.zeros((64, rhs.shape[1]), jnp.float32), ACC)
     return _relabel(plgpu.mma(acc, lhs, rhs), ACC, SUMS, (16, rhs.shape[1]))
-
-
-def share_layouts(row_warps: int, column_warps: int) -> tuple[Any, Any, Any]:
-    """Layouts of float32 [16 r, k] and [8 c, k], and of their product, where r c = 4 warps.
-
-    Each warp has 16 rows and eight columns.
-    """
-
-    def warps(*dims: int | None) -> tuple[Any, ...]:
-        counts = zip(dims, (row_warps, column_warps), strict=True)
-        return tuple(fa.Replicated(n) if d is None else d for d, n in counts if n > 1)
-
-    r, c = row_warps, column_warps
-    rows = tiled(((16 * r, 32), (16, 32), (8, 32), (8,), (4,)), warps(-8, None), (-4, -3))
-    columns = tiled(((8 * c, 32), (8, 32), (8,), (4,)), warps(None, -6), (-4, -3))
-    return rows, columns, tiled(((16 * r, 8 * c), (16, 8), (8, 8), (2,)), warps(-7, -6), (-3, -2))
-
-
-class Shares:
-    """Sums [16 r, 8 c] of products along k with fp32 accuracy, shared out among warps."""
-
-    def __init__(self, row_warps: int, column_warps: int, *, interpret: bool):
-        self.shape = 16 * row_warps, 8 * column_warps
-        self.rows, self.columns, self.layout = share_layouts(row_warps, column_warps)
-        self.interpret = interpret
-        # Sums of their own, as each product of a sum waits for the one before.
-        start, layout = (self.shape, self.layout) if interpret else ((64, 8), ACC)
-        zero = plgpu.layout_cast(jnp.zeros(start, jnp.float32), layout)
-        self.sums = dict.fromkeys(term_pairs(3), zero)
-
-    def add(self, rows: jax.Array, columns: jax.Array) -> None:
-        """Add rows [16 r, 32] @ columns [8 c, 32]^T, float32 in the layouts of the same name."""
-        row_terms, column_terms = split(rows, 3, cut=True), split(columns, 3, away=True)
-        if self.interpret:
-            for a, b in self.sums:
-                product = row_terms[a].astype(jnp.float32) @ column_terms[b].astype(jnp.float32).T
-                self.sums[a, b] = self.sums[a, b] + product
-            return
-        lhs = [_relabel(x, self.rows, LHS, (64, 32)) for x in row_terms]
-        rhs = [_relabel(x, self.columns, RHS, (32, 8)) for x in column_terms]
-        for a, b in self.sums:
-            self.sums[a, b] = plgpu.mma(self.sums[a, b], lhs[a], rhs[b])
-
-    def total(self) -> jax.Array:
-        """The sums, in `layout`."""
-        total = functools.reduce(lambda x, y: x + y, reversed(self.sums.values()))
-        return total if self.interpret else _relabel(total, ACC, self.layout, self.shape)
 
 
 def transpose(x: jax.Array, layout: Any) -> jax.Array:

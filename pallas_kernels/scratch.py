@@ -27,6 +27,7 @@ class Scratch(NamedTuple):
     window_bar: Any
     copy_bar: Any = None
     record_bar: Any = None  # apart where a fold brings no records
+    value_bar: Any = None  # of new values that come late
 
     state: Any = None  # state tiles in flight
     key: Any = None  # keys of the window
@@ -37,7 +38,7 @@ class Scratch(NamedTuple):
     v: Any = None
     g: Any = None  # channel decay: new log-decays
     column: Any = None  # channel decay: q and k times their decay since the window
-    operand: Any = None  # T > 1, or a copy: bf16 terms of the columns as the state sees them
+    operand: Any = None  # T > 1, or a copy: the columns as the state sees them, or bf16 terms
     apart: Any = None  # scalar decay, T > 1: decay by the new tokens from one to another
     total: Any = None  # decay of the checkpoint by the window, for each channel or head
     row_total: Any = None  # scalar decay: the same for each state row, if tiles have several heads
@@ -71,6 +72,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     heads = (c.heads,)
     window, n, tokens = p.padded_window, p.key_dim, p.num_tokens
     several, channel, copied = tokens > 1, p.channel, p.read_dtype is not None
+    late = p.brings_records_late
     alone: Group = Group()
     small: Group = Group()
     found: list[Any] = [alone]
@@ -79,7 +81,9 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     vectors = p.padded_columns
     if p.has_token_operand and several:  # 16 rows of which are scored at once
         vectors = max(BLOCK, round_up(2 * tokens, 8))
-    if several or p.packs_terms:
+    if p.has_float_operand:  # rows in other banks
+        small["operand"] = sm((1, vectors, n if n % 32 else n + 4), F32)
+    elif several or p.packs_terms:
         alone["operand"] = sm(
             (1 if p.packs_terms else p.key_terms, vectors, operand_width(n)), bf16
         )
@@ -92,7 +96,11 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         small["new_gate"] = sm((2 * tokens, *heads), F32)
     if several and not channel:
         small["apart"] = sm((tokens, tokens, *heads), F32)
-    if tokens and channel:
+    if late:  # what keys are scored with gives way to the scores
+        score = sm((window + p.token_rows, p.score_columns), F32)
+        new = Group(q=alone.pop("q"), k=alone.pop("k"), g=sm((tokens, n), F32))
+        found.append(_union([new, Group(score=score, v=alone.pop("v"))]))
+    elif tokens and channel:
         small["g"] = sm((tokens, n), F32)
 
     # Window
@@ -102,6 +110,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         sm((window, *rows), p.record_dtype),
     )
     column = sm((p.num_columns, n), F32)
+    read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
     keys = [Group(gate=gate, key=key) if channel else Group(key=key)]
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         if several and channel:
@@ -111,8 +120,10 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         # The swizzle under which a tensor-core product takes operands from shared memory.
         swizzle: Any = swizzled(bf16, n, 32) if mode.wgmma else ()
         keys.append(Group(fold_key=sm((p.key_terms, window, n), bf16, transforms=swizzle)))
+    if late:
+        keys += [Group(record=record), *([Group(read_folded=read)] if mode.fold else [])]
     found.append(_union(keys))
-    if channel and tokens and not (several and len(keys) > 1):
+    if channel and tokens and not (several and mode.fold):
         small["column"] = column
     small["total"] = sm((n,) if channel else heads, F32)
     if not channel:
@@ -121,13 +132,12 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
             small["row_total"] = sm(rows, F32)
     if not (p.delta and channel):
         small["weight"] = sm((window, *heads), F32)
-    if tokens:
+    if tokens and not late:
         small["score"] = sm((window + p.padded_tokens, p.score_columns), F32)
 
     # State
     state = Group(state=sm((c.stages, TILE, n), F32, transforms=swizzled(F32, n)))
-    read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
-    records = [Group(record=record)]
+    records = [] if late else [Group(record=record)]
     if copied:
         copy = swizzled(p.read_dtype, n)
         reads = Group()
@@ -154,7 +164,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         # What tiles gave stays in registers until the last of them is read; records are dead once
         # they are folded.
         found.append(_union([state, Group(read=read)]))
-        records += [Group(read_folded=read)] if mode.fold else []
+        records += [Group(read_folded=read)] if mode.fold and not late else []
     else:
         alone |= state
         if tokens:
@@ -174,6 +184,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     )
     if copied:
         bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
+    if late:
+        bars["value_bar"] = plgpu.Barrier()
     if not records:
         bars["record_bar"] = plgpu.Barrier(num_barriers=p.num_chunks)
     return (*found, bars)

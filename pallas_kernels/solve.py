@@ -124,13 +124,14 @@ class Solve(Program):
     def solve_tile(self, slot: Any, i: Any) -> None:
         """The updates of the window's records in the rows of state tile i, once that is there."""
         sm = self.sm
-        early = self.load_values(i, 0)
+        layout = spread(8, TILE)
+        early = self.load_rows(self.value, i, 0, layout)
         plgpu.barrier_wait(sm.state_bar.at[slot])
         for first in blocks(self.p.padded_window):
 
             @pl.when(first < self.length)
             def _(first: int = first) -> None:
-                values = self.load_values(i, first) if first else early
+                values = self.load_rows(self.value, i, first, layout) if first else early
                 for n, value in values.items():
                     store(sm.solve_value.at[pl.ds(n, 8)], value)
                 self.read_keys(slot, first)
@@ -138,18 +139,17 @@ class Solve(Program):
                 self.substitute(i, first)
                 plgpu.commit_smem()
 
-    def load_values(self, i: Any, first: int) -> dict[int, jax.Array]:
-        """Raw values of 16 records in the rows of state tile i, from device memory, by eights."""
+    def load_rows(self, ref: Any, i: Any, first: int, layout: Any) -> dict[int, jax.Array]:
+        """16 records' [B, R, H, P] in the rows of state tile i, from device memory, by eights."""
         found = range(0, min(BLOCK, self.p.window - first), 8)
         slots = [pl.ds(self.slot(first + n), 8) for n in found]
-        layout = spread(8, TILE)
         if self.c.rows % TILE == 0:
             per_head = self.c.rows // TILE
             head = self.head + i // per_head
             rows = pl.ds(self.row_in_head + lax.rem(i, per_head) * TILE, TILE)
-            places = [self.value.at[self.b, slot, head, rows] for slot in slots]
+            places = [ref.at[self.b, slot, head, rows] for slot in slots]
         else:
-            flat = self.value.reshape(*self.value.shape[:2], -1)
+            flat = ref.reshape(*ref.shape[:2], -1)
             rows = pl.ds(self.first_row + i * TILE, TILE)
             places = [flat.at[self.b, slot, rows] for slot in slots]
         return {n: load(place, layout) for n, place in zip(found, places, strict=True)}

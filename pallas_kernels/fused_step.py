@@ -294,8 +294,8 @@ class Step(Fold):
         return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
     def decay(self, log: jax.Array, layout: Any) -> jax.Array:
-        """exp of what keys and columns decay by; of several tokens there are many."""
-        if self.p.num_tokens < 2:
+        """exp of what keys and columns decay by; there are many but in plain steps of one token."""
+        if self.p.num_tokens == 1 and self.copy is None:
             return jnp.exp(log)
         return decay(log, layout, interpret=self.mode.interpret)
 
@@ -453,10 +453,11 @@ class Step(Fold):
             reads = [read * scale for read in reads]
         return reads
 
-    def read_state(self) -> None:
+    def read_state(self) -> list[jax.Array] | None:
         """Stream the tiles of the state, or of its copy, past the columns.
 
-        For several tokens gates are weighed and keys scored while the last tile is on its way.
+        While the last tile is on its way, for several tokens gates are weighed and keys scored; for
+        one token and a copy keys are scored and records replayed. Returns what `replay` found then.
         """
         p, sm = self.p, self.sm
         if self.copy is None:
@@ -466,13 +467,13 @@ class Step(Fold):
             tiles, arrived, stages = sm.copy, sm.copy_bar, self.c.copies
             tile_at = self.copy_tile
         operands = self.tile_operands(folded=False)
+        last = self.c.num_tiles - 1
 
-        @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
-        def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def read_one(i: Any, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
             if p.num_tokens > 1:
 
-                @pl.when(i == self.c.num_tiles - 1)
+                @pl.when(i == last)
                 def _() -> None:
                     if self.weighs_late:
                         self.weigh_late()
@@ -483,7 +484,7 @@ class Step(Fold):
             read = self.read_tile(tiles.at[slot], i, operands)
             if read is not None:
                 reads = gather(reads, i, read)
-            if self.c.num_tiles > stages:
+            if self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last):
                 plgpu.commit_smem()  # all threads have read the tile
 
                 @pl.when(i + stages < self.c.num_tiles)
@@ -492,9 +493,23 @@ class Step(Fold):
 
             return reads
 
+        if p.packs_terms:
+            if last:
+                pl.loop(0, last, init_carry=())(read_one)
+            if not p.channel:
+                self.wait_window()
+            self.score_keys(window=True)
+            plgpu.commit_smem()
+            if sm.record_bar is not None:
+                self.wait_window(sm.record_bar)
+            found = self.replay()
+            read_one(last, ())
+            return found
+        reads = pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())(read_one)
         if reads:
             plgpu.commit_smem()  # they may take the place of the tiles
             self.store_reads(reads, sm.read)
+        return None
 
     def score_keys(self, window: bool) -> None:
         """<k, r> of the window's keys, if asked for, and of the new ones, with each column.
@@ -679,7 +694,7 @@ class Step(Fold):
         sums = (zeros(self.shape, self.layout),) * p.num_columns
         return list(lax.fori_loop(0, lax.div(self.length + CHUNK - 1, CHUNK), add_chunk, sums))
 
-    def finish(self, folded: bool) -> None:
+    def finish(self, folded: bool, replayed: list[jax.Array] | None = None) -> None:
         """Updates and outputs of the new tokens, row by row."""
         p, sm = self.p, self.sm
         tokens = p.num_tokens
@@ -689,7 +704,7 @@ class Step(Fold):
             if not p.channel:
                 total = self.over_rows(self.load_heads(sm.total))
                 reads = [read * total for read in reads]
-            reads = [a + b for a, b in zip(reads, self.replay(), strict=True)]
+            reads = [a + b for a, b in zip(reads, replayed or self.replay(), strict=True)]
         updates: list[jax.Array] = []
         for t in range(tokens):
             beta = self.over_rows(self.load_heads(sm.new_gate, self.new(1, t)))
@@ -812,23 +827,23 @@ class Step(Fold):
                 if p.solves_again:
                     self.solve_window()
             self.fold()
-            after(folded=True)
+            after(True)
 
         def without_fold() -> None:
-            self.read_state()
-            if not p.channel and p.num_tokens == 1:
+            replayed = self.read_state()
+            if not p.channel and p.num_tokens == 1 and replayed is None:
                 self.wait_window()
-            after(folded=False)
+            after(False, replayed)
 
-        def after(folded: bool) -> None:
+        def after(folded: bool, replayed: list[jax.Array] | None = None) -> None:
             if not p.num_tokens:
                 return
-            if folded or p.num_tokens == 1:
+            if folded or (p.num_tokens == 1 and replayed is None):
                 self.score_keys(window=not folded)
-            if sm.record_bar is not None and not folded:
+            if p.num_tokens > 1 and sm.record_bar is not None and not folded:
                 self.wait_window(sm.record_bar)
             plgpu.commit_smem()
-            self.finish(folded)
+            self.finish(folded, replayed)
 
         self.branch(with_fold, without_fold)
 

@@ -48,7 +48,12 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
     # Parts of a tile fit in the registers of more programs; where few run, they only take longer.
     filled = problem.batch * programs_per_row(problem, config) >= FILLED
     whole = problem.key_dim % config.channels or (not filled and problem.key_dim <= 128)
-    return dataclasses.replace(config, channels=problem.key_dim) if whole else config
+    if whole:
+        config = dataclasses.replace(config, channels=problem.key_dim)
+    # By channel the window's keys are awaited first, and they wait for the pointer.
+    if problem.packs_terms and not problem.channel:
+        config = dataclasses.replace(config, ahead=1)
+    return config
 
 
 def _choose(problem: Problem, mode: Mode) -> Config | None:

@@ -161,7 +161,7 @@ class Fold(Solve):
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
         if self.p.solves_again:
-            place = self.sm.solved.at[here]
+            place = self.sm.solved.at[here, pl.ds(0, TILE)]
         else:
             place = self.tile_rows(self.sm.record, here, i=i)
         records = load(place, layout).astype(F32)

@@ -67,7 +67,7 @@ from pallas_kernels.products import (
 )
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import BETA, Scratch, places, unpack
+from pallas_kernels.scratch import Scratch, places, unpack
 
 
 class Ring(NamedTuple):
@@ -139,10 +139,20 @@ class Step(Fold):
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
 
-    def start_copy(self) -> None:
-        """Start the copies of the first tiles of the read copy."""
-        for i in range(self.c.copies):
+    def start_copy(self, tiles: range) -> None:
+        """Start the copies of some of the first tiles of the read copy."""
+        for i in tiles:
             plgpu.copy_gmem_to_smem(self.copy_tile(i), self.sm.copy.at[i], self.sm.copy_bar.at[i])
+
+    def start_tiles(self) -> None:
+        """Start the copies of the first tiles that the row reads, once that is known."""
+
+        def with_fold() -> None:
+            for i in range(self.c.ahead):  # whose place the state's take
+                plgpu.barrier_wait(self.sm.copy_bar.at[i])
+            self.start_state()
+
+        self.branch(with_fold, lambda: self.start_copy(range(self.c.ahead, self.c.copies)))
 
     def load_tokens(self) -> list[tuple[Any, jax.Array]]:
         """Start loading the new tokens, as (place in shared memory, value) pairs.
@@ -526,7 +536,7 @@ class Step(Fold):
                 return self.score_window_by_channel(*p.score_warps)
         else:
             firsts.append(p.padded_window)
-        if p.num_tokens > 1 and p.key_terms == 1:
+        if p.has_token_operand:
             return self.multiply_keys(firsts)
         keys = {}
         for first in firsts:
@@ -574,7 +584,8 @@ class Step(Fold):
     def multiply_keys(self, firsts: list[int]) -> None:
         """The same on tensor cores, for bf16 keys and columns: their products are exact."""
         p, sm = self.p, self.sm
-        factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
+        if firsts:
+            factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
         for first in firsts:
             if first == p.padded_window:
                 ref = sm.operand.at[0, pl.ds(self.first_new, BLOCK), pl.ds(0, p.key_dim)]
@@ -799,11 +810,13 @@ class Step(Fold):
         p, sm = self.p, self.sm
         if self.copy is None:
             self.start_state()
+        else:
+            self.start_copy(range(self.c.ahead))
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
         self.due = self.mode.fold & (self.length + self.num_new > p.window)
         if self.copy is not None:
-            self.branch(self.start_state, self.start_copy)
+            self.start_tiles()
         self.start_window()
         if not self.weighs_late:
             self.weigh_records()
@@ -860,7 +873,7 @@ class Step(Fold):
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
         for first, beta in self.gates_of_window(self.ring.beta).items():
-            store(self.gate_rows(self.sm.solve_gate.at[BETA], first), beta)
+            store(self.gate_rows(self.sm.solve_beta, first), beta)
         self.prepare_solve(self.ring.value)
 
     def idle(self) -> None:

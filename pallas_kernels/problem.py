@@ -116,7 +116,7 @@ class Problem:
     @property
     def score_columns(self) -> int:
         """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
-        if self.num_tokens < 2:
+        if self.num_tokens < 2 and not self.has_token_operand:
             return max(self.num_columns, 1)
         return self.token_rows * (2 if self.delta else 1) if self.channel else self.padded_columns
 
@@ -177,6 +177,8 @@ class Config:
       stages: state tiles in flight.
       copies: tiles of the read copy in flight.
       channels: key channels that a fold has in registers at once.
+      ahead: tiles of the read copy that are brought before it is known whether the row folds, which
+        would have no use for them.
     """
 
     heads: int
@@ -184,6 +186,7 @@ class Config:
     stages: int
     copies: int = 0
     channels: int = 64
+    ahead: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -194,6 +194,26 @@ def transpose(x: jax.Array, layout: Any) -> jax.Array:
     return paired
 
 
+def transpose_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """[64, 16] in `ACC` as [16, 64] in `RECORDS`."""
+    if interpret:
+        return x.T
+    out = plgpu.ShapeDtypeStruct((16, 64), x.dtype, layout=RECORDS)
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=out)
+    def part(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        two = x.registers.reshape(4)
+        registers = np.stack([_cut(two, n, n + 1) for n in (0, 1)], axis=-1)
+        return fa.FragmentedArray(
+            _registers=registers.reshape(RECORDS.to_mgpu().registers_shape((16, 64))),
+            _layout=RECORDS.to_mgpu(),
+            _is_signed=x.is_signed,
+        )
+
+    parted: jax.Array = part(x)
+    return parted
+
+
 def _relabel(
     x: jax.Array, layout: Any, new: Any, shape: tuple[int, ...] | None = None
 ) -> jax.Array:

@@ -16,9 +16,6 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
-# Of `Scratch.solve_gate`: beta, the decay of each record by itself, of the checkpoint up to each.
-BETA, DECAY, SINCE = range(3)
-
 
 class Scratch(NamedTuple):
     """Arrays in shared memory; see `places` for shapes, and for those that share a place."""
@@ -52,12 +49,13 @@ class Scratch(NamedTuple):
     encoded: Any = None  # read copy: a tile of the new one
     scale: Any = None  # 8-bit read copy: for each state row
     # Read copy under the delta rule, to solve for updates again:
-    solve_gate: Any = None  # for each record and head: beta; scalar decay also DECAY and SINCE
-    solve_key: Any = None  # if not the fold's: in float32, by channel decayed from the checkpoint
+    solve_beta: Any = None  # of each record, for each head
+    solve_since: Any = None  # scalar decay: of the checkpoint up to each record, head by head
+    solve_key: Any = None  # if not the fold's: bf16 terms, by channel decayed from the checkpoint
+    solve_decay: Any = None  # channel decay: of each record by itself, until there is `solve_key`
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
     solve_value: Any = None  # 16 raw values of a tile's rows
-    solve_read: Any = None  # S k for each row of a tile and 16 of the keys
-    solved: Any = None  # updates of a tile's rows
+    solved: Any = None  # S k for each key and row of a tile, then the updates
 
 
 # Arrays by name, side by side in this order.
@@ -138,8 +136,13 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
             encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
             uses = [state, encoded, reads]
             if p.solves_again:
+                if channel:
+                    early = state | Group(solve_decay=sm((window, n), F32))
+                    uses = [early, *uses]
                 state |= _solve_arrays(p, c)
-                small["solve_gate"] = sm((1 if channel else 3, window, *heads), F32)
+                small["solve_beta"] = sm((window, *heads), F32)
+                if not channel:
+                    small["solve_since"] = sm((*heads, window), F32)
         if p.solves_again:
             reads |= records[0] if tokens else {}
             records = []
@@ -181,16 +184,14 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
 
 def _solve_arrays(p: Problem, c: Config) -> Group:
     sm, window = plgpu.SMEM, p.padded_window
-    found = Group(
-        system=sm((c.heads, window, window), F32),
-        solve_value=sm((BLOCK, TILE), p.value_dtype),
-        # A thread has a row: longer ones lie in other banks.
-        solve_read=sm((TILE, BLOCK + 2), F32),
-        solved=sm((window, TILE), F32),
-    )
+    found = Group()
     if p.has_solve_keys:
-        # Read in pairs of elements, from rows in other banks.
-        found["solve_key"] = sm((window, p.key_dim + 8), F32)
+        # Read in pairs of elements, from rows in other banks; first, in the place of `solve_decay`.
+        found["solve_key"] = sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16)
+    found["system"] = sm((c.heads, window, window), F32)
+    found["solve_value"] = sm((BLOCK, TILE), p.value_dtype)
+    # Longer than a tile's rows: tensor-core products are stored to all banks.
+    found["solved"] = sm((window, TILE + 4), F32)
     return found
 
 

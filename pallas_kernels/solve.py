@@ -20,12 +20,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, load, record_rows, spread, store, zeros
+from pallas_kernels.layouts import broadcast, decay, load, record_rows, spread, store, zeros
 from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
-from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs, tile_terms
+from pallas_kernels.products import (
+    ACC,
+    LHS,
+    RHS,
+    SUMS,
+    multiply,
+    multiply_rows,
+    operand_layouts,
+    rows_layout,
+    split,
+    term_pairs,
+    tile_terms,
+    transpose_sums,
+)
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import BETA, DECAY, SINCE, Scratch
+from pallas_kernels.scratch import Scratch
 
 
 class Solve(Program):
@@ -64,40 +77,101 @@ class Solve(Program):
         Args:
           value: the ring's, [B, R, H, P] in device memory, which is read later.
         """
+        p = self.p
         self.value = value
-        if not self.p.channel:
+        if p.channel:
+            self.make_decays()
+        else:
             self.make_gates()
-        if self.p.has_solve_keys:
-            self.make_solve_keys()
+            if p.has_solve_keys:
+                self.make_solve_keys()
         plgpu.commit_smem()
-        self.make_system()
+        if p.key_terms == 1:
+            self.multiply_system()
+        else:
+            self.make_system()
         plgpu.commit_smem()  # all threads have read the window
+        if p.channel:
+            self.make_solve_keys()
 
     def make_gates(self) -> None:
-        """Scalar decay of the records, for each head; dead records do not decay."""
-        since = self.constant(0.0)
-        for j in range(self.p.window):
-            decay = self.load_heads(self.sm.decay, j)
-            since = since + decay
-            self.store_heads(jnp.exp(decay), self.sm.solve_gate, DECAY, j)
-            self.store_heads(jnp.exp(since), self.sm.solve_gate, SINCE, j)
+        """Scalar decay, for each head: of the checkpoint up to each record, and between records.
+
+        The latter as the system [i, j] of records j < i, whose scores are yet to come. Sums grow
+        from one record to the other, so that small gates are not lost; dead records do not decay.
+        """
+        p, c, sm = self.p, self.c, self.sm
+        shape = (c.heads, p.padded_window) if c.heads > 1 else (p.padded_window,)
+        layout = spread(*shape, vector=1)
+        index = plgpu.broadcasted_iota(jnp.int32, shape, len(shape) - 1, layout=layout)
+        since = between = zeros(shape, layout)
+        found = []
+        for i in range(p.window):
+            gate = sm.decay[i, 0] if c.heads == 1 else load(sm.decay.at[i], layout.reduce(1))
+            if c.heads > 1:
+                gate = broadcast(gate, shape, (0,), layout)
+            since = since + jnp.where(index >= i, gate, 0.0)
+            between = between + jnp.where(index < i, gate, 0.0)
+            found.append(between)
+        # Stores last: the compiler cannot tell that no load is of what they write.
+        head: Any = 0 if c.heads == 1 else slice(None)
+        store(sm.solve_since.at[head], self.exp(since, layout))
+        for i, between in enumerate(found):
+            store(sm.system.at[head, i], self.exp(between, layout))
+
+    def exp(self, log: jax.Array, layout: Any) -> jax.Array:
+        """exp of log-decays."""
+        return decay(log, layout, interpret=self.mode.interpret)
+
+    def make_decays(self) -> None:
+        """Channel decay: of each record by itself."""
+        sm = self.sm
+        for first in blocks(self.p.padded_window):
+            block = range(first, min(first + BLOCK, self.p.window))
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
+            for j, log in decays.items():
+                store(sm.solve_decay.at[j], self.exp(log, self.channels))
 
     def make_solve_keys(self) -> None:
-        """The keys that are multiplied with the state; dead ones may be anything."""
+        """Terms of the keys that are multiplied with the state; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
-        for j in range(p.window):
-            key = load(sm.key.at[j], self.channels).astype(F32)
-            if p.channel:
-                since = since + load(sm.gate.at[j], self.channels)
-                key = key * jnp.exp(since)
-            store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], key)
+        for first in blocks(p.padded_window):
+            block = range(first, min(first + BLOCK, p.window))
+            keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block} if p.channel else {}
+            for j, key in keys.items():
+                if decays:
+                    since = since + decays[j]
+                    key = key * self.exp(since, self.channels)
+                for b, term in enumerate(split(key, p.key_terms, away=True)):
+                    store(sm.solve_key.at[b, j, pl.ds(0, p.key_dim)], term)
+
+    def multiply_system(self) -> None:
+        """<k_j, k_i> of the records j < i, decayed from one to the other: exactly, of bf16 keys."""
+        p, sm = self.p, self.sm
+        for first in blocks(p.padded_window):
+            rows = pl.ds(first, BLOCK)
+            keys = load(sm.key.at[rows], rows_layout(p.key_dim))
+            for other in blocks(first + BLOCK):
+                columns = pl.ds(other, BLOCK)
+                earlier = sm.key.at[columns].transpose((1, 0))
+                factor = load(earlier, operand_layouts(p.key_dim)[1])
+                scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
+                places = [sm.system.at[head, rows, columns] for head in range(self.c.heads)]
+                decayed = [load(place, SUMS) * scores for place in places]
+                plgpu.commit_smem()  # every warp has all of it
+                for place, value in zip(places, decayed, strict=True):
+                    store(place, value)
 
     def make_system(self) -> None:
-        """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
+        """The same in float32, channel by channel."""
         p, sm = self.p, self.sm
-        shape = (BLOCK, p.key_dim)
+        shape, columns = (BLOCK, p.key_dim), self.block.reduce(0)
         live = jnp.minimum(self.length, p.window)
+
+        def spread_rows(ref: Any) -> jax.Array:
+            return broadcast(load(ref, columns).astype(F32), shape, (1,), self.block)
 
         @pl.loop(0, self.c.heads)
         def _(head: jax.Array) -> None:
@@ -105,21 +179,27 @@ class Solve(Program):
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.block) + first
 
                 def advance(
-                    i: jax.Array, keys: jax.Array, first: int = first, row: Any = row
+                    pair: jax.Array, keys: jax.Array, first: int = first, row: Any = row
                 ) -> Any:
-                    """The block's keys before record i as it sees them, its own among them."""
-                    key = load(sm.key.at[i], self.block.reduce(0)).astype(F32)
-                    key = broadcast(key, shape, (1,), self.block)
-                    if p.channel:
-                        decay = jnp.exp(load(sm.gate.at[i], self.block.reduce(0)))
-                        keys = keys * broadcast(decay, shape, (1,), self.block)
-                    else:
-                        keys = keys * sm.solve_gate[DECAY, i, head]
-                    place = sm.system.at[head, i, pl.ds(first, BLOCK)]
-                    store(place, jnp.sum(keys * key, axis=1))
-                    return jnp.where(row == i, key, keys)
+                    """The block's keys before a record as it sees them, its own among them."""
+                    ahead = [pair * 2 + n for n in range(2)]
+                    own = [spread_rows(sm.key.at[i]) for i in ahead]
+                    gates = [spread_rows(sm.solve_decay.at[i]) for i in ahead if p.channel]
+                    found = []
+                    for n, i in enumerate(ahead):
+                        if p.channel:
+                            keys = keys * gates[n]
+                        found.append(jnp.sum(keys * own[n], axis=1))
+                        keys = jnp.where(row == i, own[n], keys)
+                    for i, scores in zip(ahead, found, strict=True):
+                        place = sm.system.at[head, i, pl.ds(first, BLOCK)]
+                        if not p.channel:
+                            scores = scores * load(place, self.block.reduce(1))
+                        store(place, scores)
+                    return keys
 
-                lax.fori_loop(jnp.int32(first), live, advance, zeros(shape, self.block))
+                start = zeros(shape, self.block)
+                lax.fori_loop(jnp.int32(first // 2), lax.div(live + 1, 2), advance, start)
 
     def solve_tile(self, slot: Any, i: Any) -> None:
         """The updates of the window's records in the rows of state tile i, once that is there."""
@@ -160,22 +240,24 @@ class Solve(Program):
         interpret = self.mode.interpret
         sums = [zeros((TILE, BLOCK), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
+        records = pl.ds(first, BLOCK)
+        if p.has_solve_keys:
+            terms = [sm.solve_key.at[b, records] for b in range(p.key_terms)]
+        else:
+            terms = [(sm.key if sm.fold_key is None else sm.fold_key.at[0]).at[records]]
         for channel in range(0, p.key_dim, width):
             if channel and p.has_solve_keys:
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
-            state = tile_terms(jnp.where(self.fresh, 0.0, tile), 3)
-            if p.has_solve_keys:
-                keys = sm.solve_key
-            else:
-                keys = sm.key if sm.fold_key is None else sm.fold_key.at[0]
-            keys = load(keys.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
-            factors = split(keys, p.key_terms)
+            state = tile_terms(tile, 3)
+            factors = [load(term.at[:, here].transpose((1, 0)), RHS) for term in terms]
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
                 sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
-        store(sm.solve_read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
+        read = jnp.where(self.fresh, 0.0, sums[0] + (sums[1] + sums[2]))
+        read = transpose_sums(read, interpret=interpret)
+        store(sm.solved.at[records, pl.ds(0, TILE)], read)
 
     def substitute(self, i: Any, first: int) -> None:
         """Forward substitution in the rows of state tile i, a thread each, for 16 records."""
@@ -183,10 +265,7 @@ class Solve(Program):
         layout = spread(TILE, vector=1)
 
         def record(j: Any) -> Any:
-            return sm.solved.at[j]
-
-        def gate(kind: int, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: sm.solve_gate[kind, j, head], i, layout)
+            return sm.solved.at[j, pl.ds(0, TILE)]
 
         def score(later: Any, j: Any) -> jax.Array:
             return self.of_tile(lambda head: sm.system[head, later, j], i, layout)
@@ -210,13 +289,14 @@ class Solve(Program):
             updates: list[jax.Array] = []
             for n, j in enumerate(here):
                 value = load(sm.solve_value.at[j - first], layout).astype(F32)
-                read = load(sm.solve_read.at[:, j - first], layout)
+                read = load(record(j), layout)
                 if not p.channel:
-                    read = read * gate(SINCE, j)
+                    read = read * self.of_tile(lambda head, j=j: sm.solve_since[head, j], i, layout)
                 total = sums[n]
                 for m, update in enumerate(updates):
                     total = total + update * score(j, here[m])
-                update = gate(BETA, j) * (value - read - total)
+                beta = self.of_tile(lambda head, j=j: sm.solve_beta[j, head], i, layout)
+                update = beta * (value - read - total)
                 updates.append(jnp.where(j < self.length, update, 0.0))
                 store(record(j), updates[n])
 

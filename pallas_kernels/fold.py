@@ -17,7 +17,15 @@ from jax import lax
 
 from pallas_kernels.layouts import beside, broadcast, load, operand_rows, store, zeros
 from pallas_kernels.problem import BLOCK, TILE, blocks
-from pallas_kernels.products import ACC, LHS, RECORDS, RHS, split, term_pairs, transpose
+from pallas_kernels.products import (
+    ACC,
+    RECORDS,
+    RHS,
+    as_operand,
+    split,
+    term_pairs,
+    transpose,
+)
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
@@ -71,12 +79,13 @@ class Fold(Solve):
                         self.tile(following), sm.state.at[place], sm.state_bar.at[place]
                     )
 
+            updates = None
             if p.solves_again:
-                self.solve_tile(slot, i)
+                updates = [self.operand_terms(u) for u in self.solve_tile(slot, i)]
             else:
                 plgpu.barrier_wait(sm.state_bar.at[slot])
             for channels in self.parts:
-                self.fold_part(slot, i, channels)
+                self.fold_part(slot, i, channels, updates)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
@@ -97,8 +106,8 @@ class Fold(Solve):
         n, width = self.p.key_dim, self.c.channels
         return [pl.ds(first, width) for first in range(0, n, width)]
 
-    def fold_part(self, slot: Any, i: Any, channels: Any) -> None:
-        """Fold some key channels of tile i."""
+    def fold_part(self, slot: Any, i: Any, channels: Any, updates: Any) -> None:
+        """Fold some key channels of tile i; `updates` has terms of the records that were solved."""
         p, sm = self.p, self.sm
         place = sm.state.at[slot, :, channels]
         state = load(place, ACC, optimized=True)
@@ -111,8 +120,9 @@ class Fold(Solve):
             total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
             total = broadcast(total, state.shape, (0,), ACC)
         state = jnp.where(self.fresh, 0.0, state * total)
-        for first in blocks(p.padded_window):
-            state = self.add_products(state, first, i, channels)
+        for n, first in enumerate(blocks(p.padded_window)):
+            terms = updates[n] if updates else self.record_terms(first, i)
+            state = self.add_products(state, first, terms, channels)
         store(place, state, optimized=True)
 
     def encode_tile(self, slot: Any, i: Any) -> None:
@@ -160,11 +170,7 @@ class Fold(Solve):
     def fold_records(self, first: int, i: Any, layout: Any) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
-        if self.p.solves_again:
-            place = self.sm.solved.at[here, pl.ds(0, TILE)]
-        else:
-            place = self.tile_rows(self.sm.record, here, i=i)
-        records = load(place, layout).astype(F32)
+        records = load(self.tile_rows(self.sm.record, here, i=i), layout).astype(F32)
         if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
@@ -200,17 +206,23 @@ class Fold(Solve):
         if self.mode.interpret:
             records = records.T
         else:
-            records = transpose(records, plgpu.Layout.WGMMA if self.mode.wgmma else LHS)
+            records = transpose(records, ACC)
+        return self.operand_terms(records)
+
+    def operand_terms(self, records: jax.Array) -> list[jax.Array]:
+        """bf16 terms of [64, 16] records in `ACC`, as the fold's products take them."""
+        if not (self.mode.wgmma or self.mode.interpret):
+            records = as_operand(records)
         return split(records, 3, away=True)
 
-    def add_products(self, state: jax.Array, first: int, i: Any, channels: Any) -> jax.Array:
+    def add_products(self, state: jax.Array, first: int, terms: Any, channels: Any) -> jax.Array:
         """Part of state tile i plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
         if sm.fold_key is None:
             keys = [sm.key.at[here, channels]]
         else:
             keys = [sm.fold_key.at[b, here, channels] for b in range(p.key_terms)]
-        terms, pairs = self.record_terms(first, i), term_pairs(p.key_terms)
+        pairs = term_pairs(p.key_terms)
         if self.mode.interpret:  # it has no warp-level products
             for a, b in pairs:
                 state = state + terms[a].astype(F32) @ load(keys[b], operand_rows()).astype(F32)

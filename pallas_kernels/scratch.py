@@ -54,8 +54,7 @@ class Scratch(NamedTuple):
     solve_key: Any = None  # if not the fold's: bf16 terms, by channel decayed from the checkpoint
     solve_decay: Any = None  # channel decay: of each record by itself, until there is `solve_key`
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
-    solve_value: Any = None  # 16 raw values of a tile's rows
-    solved: Any = None  # S k for each key and row of a tile, then the updates
+    inverse: Any = None  # bf16 terms of the matrix that takes v - S k of records to their updates
 
 
 # Arrays by name, side by side in this order.
@@ -186,12 +185,10 @@ def _solve_arrays(p: Problem, c: Config) -> Group:
     sm, window = plgpu.SMEM, p.padded_window
     found = Group()
     if p.has_solve_keys:
-        # Read in pairs of elements, from rows in other banks; first, in the place of `solve_decay`.
+        # Rows lie in other banks, here and below; first, in the place of `solve_decay`.
         found["solve_key"] = sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16)
     found["system"] = sm((c.heads, window, window), F32)
-    found["solve_value"] = sm((BLOCK, TILE), p.value_dtype)
-    # Longer than a tile's rows: tensor-core products are stored to all banks.
-    found["solved"] = sm((window, TILE + 4), F32)
+    found["inverse"] = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
     return found
 
 

@@ -6,12 +6,12 @@ into the recurrence. So a fold solves, with the float32 checkpoint S and G_i = g
     u_i = beta_i (v_i - S (exp(G_i) k_i) - sum_{j<i} <k_j, exp(G_i - G_j) k_i> u_j)
 
 The products with S are a tensor-core product for each state tile; what is left is local to a state
-row, by forward substitution. Nothing here depends on the format of the copy.
+row: products with the inverse of the system, which all rows of a head share. Nothing here depends
+on the format of the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +20,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, decay, load, record_rows, spread, store, zeros
-from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
+from pallas_kernels.layouts import beside, broadcast, decay, load, record_rows, spread, store, zeros
+from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, blocks
 from pallas_kernels.products import (
     ACC,
     LHS,
+    RECORDS,
     RHS,
     SUMS,
+    as_operand,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -34,7 +36,7 @@ from pallas_kernels.products import (
     split,
     term_pairs,
     tile_terms,
-    transpose_sums,
+    transpose,
 )
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
@@ -93,6 +95,7 @@ class Solve(Program):
         plgpu.commit_smem()  # all threads have read the window
         if p.channel:
             self.make_solve_keys()
+        self.invert()
 
     def make_gates(self) -> None:
         """Scalar decay, for each head: of the checkpoint up to each record, and between records.
@@ -201,28 +204,104 @@ class Solve(Program):
                 start = zeros(shape, self.block)
                 lax.fori_loop(jnp.int32(first // 2), lax.div(live + 1, 2), advance, start)
 
-    def solve_tile(self, slot: Any, i: Any) -> None:
-        """The updates of the window's records in the rows of state tile i, once that is there."""
-        sm = self.sm
-        early = self.load_values(i, 0)
-        plgpu.barrier_wait(sm.state_bar.at[slot])
-        for first in blocks(self.p.padded_window):
+    def invert(self) -> None:
+        """The inverse of each head's system, times beta, by substitution: a thread has a column."""
+        p, c, sm = self.p, self.c, self.sm
+        shape = (c.heads, p.padded_window) if c.heads > 1 else (p.padded_window,)
+        layout = spread(*shape, vector=1)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, len(shape) - 1, layout=layout)
+        every: Any = 0 if c.heads == 1 else slice(None)
 
-            @pl.when(first < self.length)
-            def _(first: int = first) -> None:
-                values = self.load_values(i, first) if first else early
-                for n, value in values.items():
-                    store(sm.solve_value.at[pl.ds(n, 8)], value)
-                self.read_keys(slot, first)
-                plgpu.commit_smem()
-                self.substitute(i, first)
-                plgpu.commit_smem()
+        def of_heads(ref: Any, *index: Any) -> jax.Array:
+            """ref[index] of an array whose dimension of heads is `every`."""
+            if c.heads == 1:
+                return ref[index]
+            return broadcast(load(ref.at[index], layout.reduce(1)), shape, (0,), layout)
 
-    def load_values(self, i: Any, first: int) -> dict[int, jax.Array]:
-        """Raw values of 16 records in the rows of state tile i, from device memory, by eights."""
+        def place(i: Any, term: int) -> Any:
+            return sm.inverse.at[every, term, i, pl.ds(0, p.padded_window)]
+
+        for first in blocks(p.padded_window):
+            block = range(first, min(first + BLOCK, p.window))
+
+            def add(j: jax.Array, sums: Any, block: range = block) -> Any:
+                row = sum(load(place(j, term), layout).astype(F32) for term in range(3))
+                return tuple(
+                    s + row * of_heads(sm.system, every, i, j)
+                    for s, i in zip(sums, block, strict=True)
+                )
+
+            sums = (zeros(shape, layout),) * len(block)
+            if first:
+                sums = lax.fori_loop(jnp.int32(0), jnp.int32(first), add, sums)
+            rows: list[jax.Array] = []
+            for total, i in zip(sums, block, strict=True):
+                for j, row in enumerate(rows, first):
+                    total = total + row * of_heads(sm.system, every, i, j)
+                beta = of_heads(sm.solve_beta, i, every)
+                rows.append(beta * (jnp.where(column == i, 1.0, 0.0) - total))
+            for i, row in zip(block, rows, strict=True):
+                for n, term in enumerate(split(row, 3, away=True)):
+                    store(place(i, n), term)
+
+    def solve_tile(self, slot: Any, i: Any) -> list[jax.Array]:
+        """The updates in the rows of state tile i, once that is there, with their weights.
+
+        [64, 16] for each 16 records, in `ACC`; dead ones zero.
+        """
+        p = self.p
+        firsts = blocks(p.padded_window)
+        values = [self.load_values(i, first) for first in firsts]
+        plgpu.barrier_wait(self.sm.state_bar.at[slot])
+        reads = [self.read_keys(slot, first) for first in firsts]
+        if self.c.heads == 1:
+            return self.solve_head(0, values, reads)
+        rows = self.c.rows
+        head = lax.div(i * TILE, rows)
+        found = self.solve_head(head, values, reads)
+        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=ACC) + i * TILE
+        for other in range(1, others + 1):
+            known = jnp.minimum(head + other, self.c.heads - 1)
+            solved = self.solve_head(known, values, reads)
+            here = row >= (head + other) * rows
+            found = [jnp.where(here, x, y) for x, y in zip(solved, found, strict=True)]
+        return found
+
+    def solve_head(
+        self, head: Any, values: list[jax.Array], reads: list[jax.Array]
+    ) -> list[jax.Array]:
+        """The updates as if all rows of a state tile were of one head."""
+        p, sm, interpret = self.p, self.sm, self.mode.interpret
+        index = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=ACC)
+        gaps: list[list[jax.Array]] = []
+        found = []
+        for first, value, read in zip(blocks(p.padded_window), values, reads, strict=True):
+            here = pl.ds(first, BLOCK)
+            live = index + first < self.length
+            if not p.channel:
+                since = load(sm.solve_since.at[head, here], ACC.reduce(0))
+                read = read * broadcast(since, read.shape, (1,), ACC)
+            gap = jnp.where(live, value - read, 0.0)
+            gaps.append(split(gap if interpret else as_operand(gap), 3, cut=True))
+            sums = [zeros((TILE, BLOCK), ACC)] * 3
+            for other, terms in zip(blocks(first + BLOCK), gaps, strict=True):
+                factors = [sm.inverse.at[head, b, here, pl.ds(other, BLOCK)] for b in range(3)]
+                factors = [load(factor.transpose((1, 0)), RHS) for factor in factors]
+                for a, b in term_pairs(3):
+                    operands = terms[a], factors[b]
+                    sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
+            update = sums[0] + (sums[1] + sums[2])
+            if not p.channel:
+                weight = load(sm.weight.at[here, head], ACC.reduce(0))
+                update = update * broadcast(weight, update.shape, (1,), ACC)
+            found.append(jnp.where(live, update, 0.0))
+        return found
+
+    def load_values(self, i: Any, first: int) -> jax.Array:
+        """Raw values of 16 records in the rows of state tile i, from device memory, [64, 16]."""
         found = range(0, min(BLOCK, self.p.window - first), 8)
         slots = [pl.ds(self.slot(first + n), 8) for n in found]
-        layout = spread(8, TILE)
         if self.c.rows % TILE == 0:
             per_head = self.c.rows // TILE
             head = self.head + i // per_head
@@ -232,9 +311,14 @@ class Solve(Program):
             flat = self.value.reshape(*self.value.shape[:2], -1)
             rows = pl.ds(self.first_row + i * TILE, TILE)
             places = [flat.at[self.b, slot, rows] for slot in slots]
-        return {n: load(place, layout) for n, place in zip(found, places, strict=True)}
+        interpret = self.mode.interpret
+        values = [load(place, RECORDS).astype(F32) for place in places]
+        values = [value.T if interpret else transpose(value, ACC) for value in values]
+        if len(values) == 1:  # a short window
+            values.append(zeros((TILE, 8), ACC))
+        return beside(values, ACC, interpret=interpret)
 
-    def read_keys(self, slot: Any, first: int) -> None:
+    def read_keys(self, slot: Any, first: int) -> jax.Array:
         """Products of the state tile with 16 keys of the window, some key channels at a time."""
         p, sm = self.p, self.sm
         interpret = self.mode.interpret
@@ -246,7 +330,7 @@ class Solve(Program):
         else:
             terms = [(sm.key if sm.fold_key is None else sm.fold_key.at[0]).at[records]]
         for channel in range(0, p.key_dim, width):
-            if channel and p.has_solve_keys:
+            if channel and (p.has_solve_keys or channel % 64 == 0):
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
@@ -255,62 +339,4 @@ class Solve(Program):
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
                 sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
-        read = jnp.where(self.fresh, 0.0, sums[0] + (sums[1] + sums[2]))
-        read = transpose_sums(read, interpret=interpret)
-        store(sm.solved.at[records, pl.ds(0, TILE)], read)
-
-    def substitute(self, i: Any, first: int) -> None:
-        """Forward substitution in the rows of state tile i, a thread each, for 16 records."""
-        p, sm = self.p, self.sm
-        layout = spread(TILE, vector=1)
-
-        def record(j: Any) -> Any:
-            return sm.solved.at[j, pl.ds(0, TILE)]
-
-        def score(later: Any, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: sm.system[head, later, j], i, layout)
-
-        chunks = jnp.minimum(self.length, first + BLOCK) + CHUNK - 1
-
-        @pl.loop(jnp.int32(first // CHUNK), lax.div(chunks, CHUNK))
-        def _(chunk: jax.Array) -> None:
-            here = [chunk * CHUNK + n for n in range(CHUNK)]
-
-            def add_chunk(earlier: jax.Array, sums: tuple[jax.Array, ...]) -> Any:
-                for n in range(CHUNK):
-                    j = earlier * CHUNK + n
-                    update = load(record(j), layout)
-                    sums = tuple(
-                        s + update * score(later, j) for s, later in zip(sums, here, strict=True)
-                    )
-                return sums
-
-            sums = lax.fori_loop(0, chunk, add_chunk, (zeros((TILE,), layout),) * CHUNK)
-            updates: list[jax.Array] = []
-            for n, j in enumerate(here):
-                value = load(sm.solve_value.at[j - first], layout).astype(F32)
-                read = load(record(j), layout)
-                if not p.channel:
-                    read = read * self.of_tile(lambda head, j=j: sm.solve_since[head, j], i, layout)
-                total = sums[n]
-                for m, update in enumerate(updates):
-                    total = total + update * score(j, here[m])
-                beta = self.of_tile(lambda head, j=j: sm.solve_beta[j, head], i, layout)
-                update = beta * (value - read - total)
-                updates.append(jnp.where(j < self.length, update, 0.0))
-                store(record(j), updates[n])
-
-    def of_tile(self, of_head: Callable[[Any], jax.Array], i: Any, layout: Any) -> jax.Array:
-        """What depends on the head, for the rows of state tile i, which may be of several."""
-        if self.c.heads == 1:
-            return of_head(0)
-        rows = self.c.rows
-        head = lax.div(i * TILE, rows)
-        if rows % TILE == 0:
-            return of_head(head)
-        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout) + i * TILE
-        found = zeros((TILE,), layout) + of_head(head)
-        for other in range(1, (TILE - 1) // rows + (TILE % rows != 0) + 1):
-            known = jnp.minimum(head + other, self.c.heads - 1)
-            found = jnp.where(row >= (head + other) * rows, of_head(known), found)
-        return found
+        return jnp.where(self.fresh, 0.0, sums[0] + (sums[1] + sums[2]))

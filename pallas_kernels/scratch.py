@@ -16,6 +16,9 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
+# Of `Scratch.solve_gate`: decay of the checkpoint up to each record, and `Scratch.weight`.
+SINCE, WEIGHT = range(2)
+
 
 class Scratch(NamedTuple):
     """Arrays in shared memory; see `places` for shapes, and for those that share a place."""
@@ -50,7 +53,7 @@ class Scratch(NamedTuple):
     scale: Any = None  # 8-bit read copy: for each state row
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
-    solve_since: Any = None  # scalar decay: of the checkpoint up to each record, head by head
+    solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
     solve_key: Any = None  # if not the fold's: bf16 terms, by channel decayed from the checkpoint
     solve_decay: Any = None  # channel decay: of each record by itself, until there is `solve_key`
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
@@ -141,7 +144,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 state |= _solve_arrays(p, c)
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
-                    small["solve_since"] = sm((*heads, window), F32)
+                    small["solve_gate"] = sm((2, *heads, window), F32)
         if p.solves_again:
             reads |= records[0] if tokens else {}
             records = []

@@ -40,7 +40,7 @@ from pallas_kernels.products import (
 )
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import Scratch
+from pallas_kernels.scratch import SINCE, WEIGHT, Scratch
 
 
 class Solve(Program):
@@ -108,6 +108,8 @@ class Solve(Program):
         layout = spread(*shape, vector=1)
         index = plgpu.broadcasted_iota(jnp.int32, shape, len(shape) - 1, layout=layout)
         since = between = zeros(shape, layout)
+        weights = sm.weight.at[:, 0] if c.heads == 1 else sm.weight.transpose((1, 0))
+        weight = load(weights, layout)
         found = []
         for i in range(p.window):
             gate = sm.decay[i, 0] if c.heads == 1 else load(sm.decay.at[i], layout.reduce(1))
@@ -118,7 +120,8 @@ class Solve(Program):
             found.append(between)
         # Stores last: the compiler cannot tell that no load is of what they write.
         head: Any = 0 if c.heads == 1 else slice(None)
-        store(sm.solve_since.at[head], self.exp(since, layout))
+        store(sm.solve_gate.at[SINCE, head], self.exp(since, layout))
+        store(sm.solve_gate.at[WEIGHT, head], weight)
         for i, between in enumerate(found):
             store(sm.system.at[head, i], self.exp(between, layout))
 
@@ -280,7 +283,7 @@ class Solve(Program):
             here = pl.ds(first, BLOCK)
             live = index + first < self.length
             if not p.channel:
-                since = load(sm.solve_since.at[head, here], ACC.reduce(0))
+                since = load(sm.solve_gate.at[SINCE, head, here], ACC.reduce(0))
                 read = read * broadcast(since, read.shape, (1,), ACC)
             gap = jnp.where(live, value - read, 0.0)
             gaps.append(split(gap if interpret else as_operand(gap), 3, cut=True))
@@ -293,7 +296,7 @@ class Solve(Program):
                     sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
             update = sums[0] + (sums[1] + sums[2])
             if not p.channel:
-                weight = load(sm.weight.at[here, head], ACC.reduce(0))
+                weight = load(sm.solve_gate.at[WEIGHT, head, here], ACC.reduce(0))
                 update = update * broadcast(weight, update.shape, (1,), ACC)
             found.append(jnp.where(live, update, 0.0))
         return found

@@ -312,17 +312,27 @@ class Step(Fold):
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
-        since = zeros((self.p.key_dim,), self.channels) + self.outrun
-        for first in reversed(blocks(self.p.padded_window)):
-            block = range(first, min(first + BLOCK, self.p.window))
+
+        def advance(block: list[int], since: jax.Array) -> jax.Array:
             # All loads before the first store: the compiler cannot tell that they do not overlap.
-            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
-            keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
+            decays = [load(sm.gate.at[j], self.channels) for j in block]
+            keys = [load(sm.key.at[j], self.channels).astype(F32) for j in block]
             if is_replicated(self.p.key_dim):
                 plgpu.commit_smem()
-            for j in reversed(block):
-                store(sm.gate.at[j], keys[j] * self.decay(since, self.channels))
-                since = since + jnp.where(j < self.length, decays[j], 0.0)
+            for j, key, decay in reversed([*zip(block, keys, decays, strict=True)]):
+                store(sm.gate.at[j], key * self.decay(since, self.channels))
+                since = since + jnp.where(j < self.length, decay, 0.0)
+            return since
+
+        since = zeros((self.p.key_dim,), self.channels) + self.outrun
+        if self.p.packs_terms:  # live ones only
+            for first in reversed(range(0, self.p.window, CHUNK)):
+                chunk = [*range(first, min(first + CHUNK, self.p.window))]
+                more = functools.partial(advance, chunk)
+                since = lax.cond(self.length > first, more, lambda since: since, since)
+        else:
+            for first in reversed(blocks(self.p.padded_window)):
+                since = advance([*range(first, min(first + BLOCK, self.p.window))], since)
         store(sm.total, jnp.exp(since))
 
     def make_columns(self) -> None:
@@ -828,7 +838,8 @@ class Step(Fold):
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
         if sm.column is not None or (sm.operand is not None and p.key_terms > 1):
-            plgpu.commit_smem()
+            if not p.packs_terms:  # else threads read what they wrote themselves
+                plgpu.commit_smem()
             self.make_columns()
         plgpu.commit_smem()
 

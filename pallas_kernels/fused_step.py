@@ -319,9 +319,9 @@ class Step(Fold):
             keys = [load(sm.key.at[j], self.channels).astype(F32) for j in block]
             if is_replicated(self.p.key_dim):
                 plgpu.commit_smem()
-            for j, key, decay in reversed([*zip(block, keys, decays, strict=True)]):
+            for j, key, log in reversed([*zip(block, keys, decays, strict=True)]):
                 store(sm.gate.at[j], key * self.decay(since, self.channels))
-                since = since + jnp.where(j < self.length, decay, 0.0)
+                since = since + jnp.where(j < self.length, log, 0.0)
             return since
 
         since = zeros((self.p.key_dim,), self.channels) + self.outrun

@@ -150,11 +150,6 @@ class Problem:
         return self.delta and self.read_dtype is not None
 
     @property
-    def has_solve_keys(self) -> bool:
-        """Whether the keys of that solve are others than the fold's."""
-        return self.channel or self.key_terms > 1
-
-    @property
     def read_bytes(self) -> int:
         """Of an element of what steps read."""
         return 4 if self.read_dtype is None else jnp.dtype(self.read_dtype).itemsize

@@ -54,8 +54,8 @@ class Scratch(NamedTuple):
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
     solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
-    solve_key: Any = None  # if not the fold's: bf16 terms, by channel decayed from the checkpoint
-    solve_decay: Any = None  # channel decay: of each record by itself, until there is `solve_key`
+    solve_key: Any = None  # channel decay: bf16 terms of keys decayed from the checkpoint
+    solve_decay: Any = None  # channel decay: of each record by itself
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
     inverse: Any = None  # bf16 terms of the matrix that takes v - S k of records to their updates
 
@@ -138,10 +138,10 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
             encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
             uses = [state, encoded, reads]
             if p.solves_again:
-                if channel:
-                    early = state | Group(solve_decay=sm((window, n), F32))
-                    uses = [early, *uses]
-                state |= _solve_arrays(p, c)
+                solve, early = _solve_arrays(p, c)
+                if early:
+                    uses.append(state | early)
+                state |= solve
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
@@ -184,15 +184,17 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     return (*found, bars)
 
 
-def _solve_arrays(p: Problem, c: Config) -> Group:
+def _solve_arrays(p: Problem, c: Config) -> tuple[Group, Group]:
+    """What a solve has beside the state; and in the same place before there is `solve_key`."""
     sm, window = plgpu.SMEM, p.padded_window
-    found = Group()
-    if p.has_solve_keys:
-        # Rows lie in other banks, here and below; first, in the place of `solve_decay`.
-        found["solve_key"] = sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16)
-    found["system"] = sm((c.heads, window, window), F32)
-    found["inverse"] = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
-    return found
+    # Rows of operands lie in different banks.
+    inverse = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
+    early = Group(inverse=inverse, system=sm((c.heads, window, window), F32))
+    if not p.channel:
+        return early, Group()
+    early["solve_decay"] = sm((window, p.key_dim), F32)
+    solve_key = sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16)
+    return Group(inverse=inverse, solve_key=solve_key), early
 
 
 def _union(groups: list[Group]) -> Any:

@@ -85,17 +85,16 @@ class Solve(Program):
             self.make_decays()
         else:
             self.make_gates()
-            if p.has_solve_keys:
-                self.make_solve_keys()
         plgpu.commit_smem()
         if p.key_terms == 1:
             self.multiply_system()
         else:
             self.make_system()
         plgpu.commit_smem()  # all threads have read the window
-        if p.channel:
-            self.make_solve_keys()
         self.invert()
+        if p.channel:
+            plgpu.commit_smem()  # they take the place of the system
+            self.make_solve_keys()
 
     def make_gates(self) -> None:
         """Scalar decay, for each head: of the checkpoint up to each record, and between records.
@@ -139,18 +138,17 @@ class Solve(Program):
                 store(sm.solve_decay.at[j], self.exp(log, self.channels))
 
     def make_solve_keys(self) -> None:
-        """Terms of the keys that are multiplied with the state; dead ones may be anything."""
+        """Terms of the keys as the checkpoint sees them, by channel; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
         for first in blocks(p.padded_window):
             block = range(first, min(first + BLOCK, p.window))
             keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
-            decays = {j: load(sm.gate.at[j], self.channels) for j in block} if p.channel else {}
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
             for j, key in keys.items():
-                if decays:
-                    since = since + decays[j]
-                    key = key * self.exp(since, self.channels)
-                for b, term in enumerate(split(key, p.key_terms, away=True)):
+                since = since + decays[j]
+                decayed = key * self.exp(since, self.channels)
+                for b, term in enumerate(split(decayed, p.key_terms, away=True)):
                     store(sm.solve_key.at[b, j, pl.ds(0, p.key_dim)], term)
 
     def multiply_system(self) -> None:
@@ -328,17 +326,15 @@ class Solve(Program):
         sums = [zeros((TILE, BLOCK), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
         records = pl.ds(first, BLOCK)
-        if p.has_solve_keys:
-            terms = [sm.solve_key.at[b, records] for b in range(p.key_terms)]
-        else:
-            terms = [(sm.key if sm.fold_key is None else sm.fold_key.at[0]).at[records]]
+        keys = sm.solve_key if p.channel else sm.fold_key
+        terms = [sm.key] if keys is None else [keys.at[b] for b in range(p.key_terms)]
         for channel in range(0, p.key_dim, width):
-            if channel and (p.has_solve_keys or channel % 64 == 0):
+            if channel and (p.channel or channel % 64 == 0):
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
             state = tile_terms(tile, 3)
-            factors = [load(term.at[:, here].transpose((1, 0)), RHS) for term in terms]
+            factors = [load(term.at[records, here].transpose((1, 0)), RHS) for term in terms]
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
                 sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)

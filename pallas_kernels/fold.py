@@ -17,7 +17,15 @@ from jax import lax
 
 from pallas_kernels.layouts import beside, broadcast, load, operand_rows, store, zeros
 from pallas_kernels.problem import BLOCK, TILE, blocks
-from pallas_kernels.products import ACC, LHS, RECORDS, RHS, split, term_pairs, transpose
+from pallas_kernels.products import (
+    ACC,
+    RECORDS,
+    RHS,
+    as_operand,
+    split,
+    term_pairs,
+    transpose,
+)
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import encode, make_scale
 from pallas_kernels.solve import Solve
@@ -76,12 +84,13 @@ class Fold(Solve):
                     )
 
             records = self.load_records(i) if p.brings_records_late else {}
+            updates = None
             if p.solves_again:
-                self.solve_tile(slot, i)
+                updates = [self.operand_terms(u) for u in self.solve_tile(slot, i)]
             else:
                 plgpu.barrier_wait(sm.state_bar.at[slot])
             for channels in self.parts:
-                self.fold_part(slot, i, channels, records)
+                self.fold_part(slot, i, channels, records, updates)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
@@ -106,14 +115,19 @@ class Fold(Solve):
         """The window's records in the rows of state tile i from device memory, by sixteens."""
         found = {}
         for first in blocks(self.p.padded_window):
-            eights = [*self.load_rows(self.records, i, first, RECORDS).values()]
+            eights = self.load_rows(self.records, i, first)
             if len(eights) == 1:
                 eights.append(zeros((8, TILE), RECORDS).astype(eights[0].dtype))
             found[first] = beside(eights, RECORDS, interpret=self.mode.interpret, axis=0)
         return found
 
-    def fold_part(self, slot: Any, i: Any, channels: Any, records: dict[int, jax.Array]) -> None:
-        """Fold some key channels of tile i; `records` where those are not in shared memory."""
+    def fold_part(
+        self, slot: Any, i: Any, channels: Any, records: dict[int, jax.Array], updates: Any
+    ) -> None:
+        """Fold some key channels of tile i.
+
+        `records` has those that are not in shared memory, `updates` terms of the solved ones.
+        """
         p, sm = self.p, self.sm
         place = sm.state.at[slot, :, channels]
         state = load(place, ACC, optimized=True)
@@ -126,8 +140,9 @@ class Fold(Solve):
             total = load(self.tile_rows(sm.row_total, i=i), ACC.reduce(1))
             total = broadcast(total, state.shape, (0,), ACC)
         state = jnp.where(self.fresh, 0.0, state * total)
-        for first in blocks(p.padded_window):
-            state = self.add_products(state, first, i, channels, records.get(first))
+        for n, first in enumerate(blocks(p.padded_window)):
+            terms = updates[n] if updates else self.record_terms(first, i, records.get(first))
+            state = self.add_products(state, first, terms, channels)
         store(place, state, optimized=True)
 
     def encode_tile(self, slot: Any, i: Any) -> None:
@@ -175,13 +190,9 @@ class Fold(Solve):
     def fold_records(self, first: int, i: Any, layout: Any, given: jax.Array | None) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
-        if given is not None:
-            records = given
-        elif self.p.solves_again:
-            records = load(self.sm.solved.at[here], layout)
-        else:
-            records = load(self.tile_rows(self.sm.record, here, i=i), layout)
-        records = records.astype(F32)
+        if given is None:
+            given = load(self.tile_rows(self.sm.record, here, i=i), layout)
+        records = given.astype(F32)
         if self.sm.weight is not None:
             records = records * self.tile_weights(here, i, layout)
         return self.mask_dead(records, first, layout)
@@ -217,19 +228,23 @@ class Fold(Solve):
         if self.mode.interpret:
             records = records.T
         else:
-            records = transpose(records, plgpu.Layout.WGMMA if self.mode.wgmma else LHS)
+            records = transpose(records, ACC)
+        return self.operand_terms(records)
+
+    def operand_terms(self, records: jax.Array) -> list[jax.Array]:
+        """bf16 terms of [64, 16] records in `ACC`, as the fold's products take them."""
+        if not (self.mode.wgmma or self.mode.interpret):
+            records = as_operand(records)
         return split(records, 3, away=True)
 
-    def add_products(
-        self, state: jax.Array, first: int, i: Any, channels: Any, given: jax.Array | None
-    ) -> jax.Array:
+    def add_products(self, state: jax.Array, first: int, terms: Any, channels: Any) -> jax.Array:
         """Part of state tile i plus the product of 16 records and their keys, term by term."""
         p, sm, here = self.p, self.sm, pl.ds(first, BLOCK)
         if sm.fold_key is None:
             keys = [sm.key.at[here, channels]]
         else:
             keys = [sm.fold_key.at[b, here, channels] for b in range(p.key_terms)]
-        terms, pairs = self.record_terms(first, i, given), term_pairs(p.key_terms)
+        pairs = term_pairs(p.key_terms)
         if self.mode.interpret:  # it has no warp-level products
             for a, b in pairs:
                 state = state + terms[a].astype(F32) @ load(keys[b], operand_rows()).astype(F32)

@@ -18,6 +18,7 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ from pallas_kernels.products import (
 )
 from pallas_kernels.program import F32
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import BETA, Scratch, places, unpack
+from pallas_kernels.scratch import Scratch, places, unpack
 
 
 class Ring(NamedTuple):
@@ -140,10 +141,20 @@ class Step(Fold):
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
 
-    def start_copy(self) -> None:
-        """Start the copies of the first tiles of the read copy."""
-        for i in range(self.c.copies):
+    def start_copy(self, tiles: range) -> None:
+        """Start the copies of some of the first tiles of the read copy."""
+        for i in tiles:
             plgpu.copy_gmem_to_smem(self.copy_tile(i), self.sm.copy.at[i], self.sm.copy_bar.at[i])
+
+    def start_tiles(self) -> None:
+        """Start the copies of the first tiles that the row reads, once that is known."""
+
+        def with_fold() -> None:
+            for i in range(self.c.ahead):  # whose place the state's take
+                plgpu.barrier_wait(self.sm.copy_bar.at[i])
+            self.start_state()
+
+        self.branch(with_fold, lambda: self.start_copy(range(self.c.ahead, self.c.copies)))
 
     def load_tokens(self) -> list[tuple[Any, jax.Array]]:
         """Start loading the new tokens, as (place in shared memory, value) pairs.
@@ -306,25 +317,35 @@ class Step(Fold):
         return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
     def decay(self, log: jax.Array, layout: Any) -> jax.Array:
-        """exp of what keys and columns decay by; of several tokens there are many."""
-        if self.p.num_tokens < 2:
+        """exp of what keys and columns decay by; there are many but in plain steps of one token."""
+        if self.p.num_tokens == 1 and self.copy is None:
             return jnp.exp(log)
         return decay(log, layout, interpret=self.mode.interpret)
 
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
-        since = zeros((self.p.key_dim,), self.channels) + self.outrun
-        for first in reversed(blocks(self.p.padded_window)):
-            block = range(first, min(first + BLOCK, self.p.window))
+
+        def advance(block: list[int], since: jax.Array) -> jax.Array:
             # All loads before the first store: the compiler cannot tell that they do not overlap.
-            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
-            keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
+            decays = [load(sm.gate.at[j], self.channels) for j in block]
+            keys = [load(sm.key.at[j], self.channels).astype(F32) for j in block]
             if is_replicated(self.p.key_dim):
                 plgpu.commit_smem()
-            for j in reversed(block):
-                store(sm.gate.at[j], keys[j] * self.decay(since, self.channels))
-                since = since + jnp.where(j < self.length, decays[j], 0.0)
+            for j, key, log in reversed([*zip(block, keys, decays, strict=True)]):
+                store(sm.gate.at[j], key * self.decay(since, self.channels))
+                since = since + jnp.where(j < self.length, log, 0.0)
+            return since
+
+        since = zeros((self.p.key_dim,), self.channels) + self.outrun
+        if self.p.packs_terms:  # live ones only
+            for first in reversed(range(0, self.p.window, CHUNK)):
+                chunk = [*range(first, min(first + CHUNK, self.p.window))]
+                more = functools.partial(advance, chunk)
+                since = lax.cond(self.length > first, more, lambda since: since, since)
+        else:
+            for first in reversed(blocks(self.p.padded_window)):
+                since = advance([*range(first, min(first + BLOCK, self.p.window))], since)
         store(sm.total, jnp.exp(since))
 
     def make_columns(self) -> None:
@@ -469,10 +490,11 @@ class Step(Fold):
             reads = [read * scale for read in reads]
         return reads
 
-    def read_state(self) -> None:
+    def read_state(self) -> list[jax.Array] | None:
         """Stream the tiles of the state, or of its copy, past the columns.
 
-        For several tokens gates are weighed and keys scored while the last tile is on its way.
+        While the last tile is on its way, for several tokens gates are weighed and keys scored; for
+        one token and a copy keys are scored and records replayed. Returns what `replay` found then.
         """
         p, sm = self.p, self.sm
         if self.copy is None:
@@ -482,13 +504,13 @@ class Step(Fold):
             tiles, arrived, stages = sm.copy, sm.copy_bar, self.c.copies
             tile_at = self.copy_tile
         operands = self.tile_operands(folded=False)
+        last = self.c.num_tiles - 1
 
-        @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
-        def reads(i: jax.Array, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def read_one(i: Any, reads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot = lax.rem(i, stages)
             if p.num_tokens > 1:
 
-                @pl.when(i == self.c.num_tiles - 1)
+                @pl.when(i == last)
                 def _() -> None:
                     if self.weighs_late:
                         self.weigh_late()
@@ -501,7 +523,7 @@ class Step(Fold):
             read = self.read_tile(tiles.at[slot], i, operands)
             if read is not None:
                 reads = gather(reads, i, read)
-            if self.c.num_tiles > stages:
+            if self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last):
                 plgpu.commit_smem()  # all threads have read the tile
 
                 @pl.when(i + stages < self.c.num_tiles)
@@ -510,9 +532,23 @@ class Step(Fold):
 
             return reads
 
+        if p.packs_terms:
+            if last:
+                pl.loop(0, last, init_carry=())(read_one)
+            if not p.channel:
+                self.wait_window()
+            self.score_keys(window=True)
+            plgpu.commit_smem()
+            if sm.record_bar is not None:
+                self.wait_window(sm.record_bar)
+            found = self.replay()
+            read_one(last, ())
+            return found
+        reads = pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())(read_one)
         if reads:
             plgpu.commit_smem()  # they may take the place of the tiles
             self.store_reads(reads, sm.read)
+        return None
 
     def score_keys(self, window: bool) -> None:
         """<k, r> of the window's keys, if asked for, and of the new ones, with each column.
@@ -529,7 +565,7 @@ class Step(Fold):
                 return self.score_window_by_channel(*p.score_warps)
         else:
             firsts.append(p.padded_window)
-        if p.num_tokens > 1 and p.key_terms == 1:
+        if p.has_token_operand:
             return self.multiply_keys(firsts)
         keys = {}
         for first in firsts:
@@ -577,7 +613,8 @@ class Step(Fold):
     def multiply_keys(self, firsts: list[int]) -> None:
         """The same on tensor cores, for bf16 keys and columns: their products are exact."""
         p, sm = self.p, self.sm
-        factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
+        if firsts:
+            factor = load(self.operand(0, pl.ds(0, p.key_dim)), operand_layouts(p.key_dim)[1])
         for first in firsts:
             if first == p.padded_window:
                 ref = sm.operand.at[0, pl.ds(self.first_new, BLOCK), pl.ds(0, p.key_dim)]
@@ -702,7 +739,7 @@ class Step(Fold):
         live = jnp.minimum(self.length, p.window)
         return list(lax.fori_loop(0, lax.div(live + CHUNK - 1, CHUNK), add_chunk, sums))
 
-    def finish(self, folded: bool) -> None:
+    def finish(self, folded: bool, replayed: list[jax.Array] | None = None) -> None:
         """Updates and outputs of the new tokens, row by row."""
         p, sm = self.p, self.sm
         tokens = p.num_tokens
@@ -712,7 +749,7 @@ class Step(Fold):
             if not p.channel:
                 total = self.over_rows(self.load_heads(sm.total))
                 reads = [read * total for read in reads]
-            reads = [a + b for a, b in zip(reads, self.replay(), strict=True)]
+            reads = [a + b for a, b in zip(reads, replayed or self.replay(), strict=True)]
         updates: list[jax.Array] = []
         for t in range(tokens):
             beta = self.over_rows(self.load_heads(sm.new_gate, self.new(1, t)))
@@ -805,11 +842,13 @@ class Step(Fold):
         p, sm = self.p, self.sm
         if self.copy is None:
             self.start_state()
+        else:
+            self.start_copy(range(self.c.ahead))
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
         self.due = self.mode.fold & (self.length + self.num_new > p.window)
         if self.copy is not None:
-            self.branch(self.start_state, self.start_copy)
+            self.start_tiles()
         self.start_window()
         if not self.weighs_late:
             self.weigh_records()
@@ -825,7 +864,8 @@ class Step(Fold):
                 self.branch(self.solve_window, lambda: None)
             self.decay_keys()
         if sm.column is not None or (sm.operand is not None and p.key_terms > 1):
-            plgpu.commit_smem()
+            if not p.packs_terms:  # else threads read what they wrote themselves
+                plgpu.commit_smem()
             self.make_columns()
         plgpu.commit_smem()
 
@@ -837,25 +877,25 @@ class Step(Fold):
                 if p.solves_again:
                     self.solve_window()
             self.fold()
-            after(folded=True)
+            after(True)
 
         def without_fold() -> None:
-            self.read_state()
-            if not p.channel and p.num_tokens == 1:
+            replayed = self.read_state()
+            if not p.channel and p.num_tokens == 1 and replayed is None:
                 self.wait_window()
-            after(folded=False)
+            after(False, replayed)
 
-        def after(folded: bool) -> None:
+        def after(folded: bool, replayed: list[jax.Array] | None = None) -> None:
             if not p.num_tokens:
                 return
-            if folded or p.num_tokens == 1:
+            if folded or (p.num_tokens == 1 and replayed is None):
                 self.score_keys(window=not folded)
-            if sm.record_bar is not None and not folded:
+            if p.num_tokens > 1 and sm.record_bar is not None and not folded:
                 self.wait_window(sm.record_bar)
             if sm.value_bar is not None:
                 plgpu.barrier_wait(sm.value_bar)
             plgpu.commit_smem()
-            self.finish(folded)
+            self.finish(folded, replayed)
 
         self.branch(with_fold, without_fold)
 
@@ -872,7 +912,7 @@ class Step(Fold):
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
         for first, beta in self.gates_of_window(self.ring.beta).items():
-            store(self.gate_rows(self.sm.solve_gate.at[BETA], first), beta)
+            store(self.gate_rows(self.sm.solve_beta, first), beta)
         self.prepare_solve(self.ring.value)
 
     def idle(self) -> None:

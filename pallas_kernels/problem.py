@@ -126,7 +126,7 @@ class Problem:
     @property
     def score_columns(self) -> int:
         """Columns of the scores as they are stored: by channel all tokens' of a kind at once."""
-        if self.num_tokens < 2:
+        if self.num_tokens < 2 and not self.has_token_operand:
             return max(self.num_columns, 1)
         return self.token_rows * (2 if self.delta else 1) if self.channel else self.padded_columns
 
@@ -160,11 +160,6 @@ class Problem:
         return self.delta and self.read_dtype is not None
 
     @property
-    def has_solve_keys(self) -> bool:
-        """Whether the keys of that solve are others than the fold's."""
-        return self.channel or self.key_terms > 1
-
-    @property
     def read_bytes(self) -> int:
         """Of an element of what steps read."""
         return 4 if self.read_dtype is None else jnp.dtype(self.read_dtype).itemsize
@@ -187,6 +182,8 @@ class Config:
       stages: state tiles in flight.
       copies: tiles of the read copy in flight.
       channels: key channels that a fold has in registers at once.
+      ahead: tiles of the read copy that are brought before it is known whether the row folds, which
+        would have no use for them.
     """
 
     heads: int
@@ -194,6 +191,7 @@ class Config:
     stages: int
     copies: int = 0
     channels: int = 64
+    ahead: int = 0
 
     @property
     def num_rows(self) -> int:

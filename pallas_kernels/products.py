@@ -129,13 +129,17 @@ def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Arr
 
 
 def transpose(x: jax.Array, layout: Any) -> jax.Array:
-    """[16, 64] in `RECORDS` as [64, 16] in `LHS`, or in the layout that Hopper's products take."""
-    out = plgpu.ShapeDtypeStruct((64, 16), x.dtype, layout=layout)
+    """[8 n, 64] in `RECORDS` as [64, 8 n] in `ACC`, [16, 64] also in `LHS`.
+
+    `ACC` is as well how Hopper's products take an operand from registers.
+    """
+    shape = 64, x.shape[0]
+    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(RECORDS,), return_type=out)
     def pair(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
-        registers = np.empty(layout.to_mgpu().registers_shape((64, 16)), dtype=object)
-        for i, two in enumerate(x.registers.reshape(4, 2)):
+        registers = np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
+        for i, two in enumerate(x.registers.reshape(-1, 2)):
             registers.flat[i] = mgpu.utils.vector_concat([*two])
         return fa.FragmentedArray(
             _registers=registers, _layout=layout.to_mgpu(), _is_signed=x.is_signed
@@ -143,6 +147,11 @@ def transpose(x: jax.Array, layout: Any) -> jax.Array:
 
     paired: jax.Array = pair(x)
     return paired
+
+
+def as_operand(sums: jax.Array) -> jax.Array:
+    """[64 m, 16] in `ACC` as an operand in `LHS`: a lane has the same elements of both."""
+    return _relabel(sums, ACC, LHS)
 
 
 def _relabel(
@@ -176,7 +185,7 @@ def _relabel(
             parts = registers.reshape(shape[0] // 32, 1, 2)
             registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
             registers = registers.transpose(0, 2, 1, 3)
-        elif new == LHS and layout != _NARROW_ROWS:
+        elif new == LHS and layout not in (_NARROW_ROWS, ACC):
             # By (m, k, half of the rows, part of the lane's).
             parts = registers.reshape(shape[0] // 64, shape[1] // width, 2, -1)
             registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)

@@ -16,8 +16,8 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
-# Of `Scratch.solve_gate`: beta, the decay of each record by itself, of the checkpoint up to each.
-BETA, DECAY, SINCE = range(3)
+# Of `Scratch.solve_gate`: decay of the checkpoint up to each record, and `Scratch.weight`.
+SINCE, WEIGHT = range(2)
 
 
 class Scratch(NamedTuple):
@@ -53,12 +53,12 @@ class Scratch(NamedTuple):
     encoded: Any = None  # read copy: a tile of the new one
     scale: Any = None  # 8-bit read copy: for each state row
     # Read copy under the delta rule, to solve for updates again:
-    solve_gate: Any = None  # for each record and head: beta; scalar decay also DECAY and SINCE
-    solve_key: Any = None  # if not the fold's: in float32, by channel decayed from the checkpoint
+    solve_beta: Any = None  # of each record, for each head
+    solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
+    solve_key: Any = None  # channel decay: bf16 terms of keys decayed from the checkpoint
+    solve_decay: Any = None  # channel decay: of each record by itself
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
-    solve_value: Any = None  # 16 raw values of a tile's rows
-    solve_read: Any = None  # S k for each row of a tile and 16 of the keys
-    solved: Any = None  # updates of a tile's rows
+    inverse: Any = None  # bf16 terms of the matrix that takes v - S k of records to their updates
 
 
 # Arrays by name, side by side in this order.
@@ -148,8 +148,13 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
             encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
             uses = [state, encoded, reads]
             if p.solves_again:
-                state |= _solve_arrays(p, c)
-                small["solve_gate"] = sm((1 if channel else 3, window, *heads), F32)
+                solve, early = _solve_arrays(p, c)
+                if early:
+                    uses.append(state | early)
+                state |= solve
+                small["solve_beta"] = sm((window, *heads), F32)
+                if not channel:
+                    small["solve_gate"] = sm((2, *heads, window), F32)
         if p.solves_again:
             reads |= records[0] if tokens else {}
             records = []
@@ -191,19 +196,17 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     return (*found, bars)
 
 
-def _solve_arrays(p: Problem, c: Config) -> Group:
+def _solve_arrays(p: Problem, c: Config) -> tuple[Group, Group]:
+    """What a solve has beside the state; and in the same place before there is `solve_key`."""
     sm, window = plgpu.SMEM, p.padded_window
-    found = Group(
-        system=sm((c.heads, window, window), F32),
-        solve_value=sm((BLOCK, TILE), p.value_dtype),
-        # A thread has a row: longer ones lie in other banks.
-        solve_read=sm((TILE, BLOCK + 2), F32),
-        solved=sm((window, TILE), F32),
-    )
-    if p.has_solve_keys:
-        # Read in pairs of elements, from rows in other banks.
-        found["solve_key"] = sm((window, p.key_dim + 8), F32)
-    return found
+    # Rows of operands lie in different banks.
+    inverse = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
+    early = Group(inverse=inverse, system=sm((c.heads, window, window), F32))
+    if not p.channel:
+        return early, Group()
+    early["solve_decay"] = sm((window, p.key_dim), F32)
+    solve_key = sm((p.key_terms, window, p.key_dim + 8), jnp.bfloat16)
+    return Group(inverse=inverse, solve_key=solve_key), early
 
 
 def _union(groups: list[Group]) -> Any:

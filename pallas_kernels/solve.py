@@ -6,12 +6,12 @@ into the recurrence. So a fold solves, with the float32 checkpoint S and G_i = g
     u_i = beta_i (v_i - S (exp(G_i) k_i) - sum_{j<i} <k_j, exp(G_i - G_j) k_i> u_j)
 
 The products with S are a tensor-core product for each state tile; what is left is local to a state
-row, by forward substitution. Nothing here depends on the format of the copy.
+row: products with the inverse of the system, which all rows of a head share. Nothing here depends
+on the format of the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,12 +20,27 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import broadcast, load, record_rows, spread, store, zeros
-from pallas_kernels.problem import BLOCK, CHUNK, TILE, Config, Mode, Problem, blocks
-from pallas_kernels.products import ACC, LHS, RHS, multiply, split, term_pairs, tile_terms
+from pallas_kernels.layouts import beside, broadcast, decay, load, record_rows, spread, store, zeros
+from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, blocks
+from pallas_kernels.products import (
+    ACC,
+    LHS,
+    RECORDS,
+    RHS,
+    SUMS,
+    as_operand,
+    multiply,
+    multiply_rows,
+    operand_layouts,
+    rows_layout,
+    split,
+    term_pairs,
+    tile_terms,
+    transpose,
+)
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
-from pallas_kernels.scratch import BETA, DECAY, SINCE, Scratch
+from pallas_kernels.scratch import SINCE, WEIGHT, Scratch
 
 
 class Solve(Program):
@@ -64,40 +79,103 @@ class Solve(Program):
         Args:
           value: the ring's, [B, R, H, P] in device memory, which is read later.
         """
+        p = self.p
         self.value = value
-        if not self.p.channel:
+        if p.channel:
+            self.make_decays()
+        else:
             self.make_gates()
-        if self.p.has_solve_keys:
-            self.make_solve_keys()
         plgpu.commit_smem()
-        self.make_system()
+        if p.key_terms == 1:
+            self.multiply_system()
+        else:
+            self.make_system()
         plgpu.commit_smem()  # all threads have read the window
+        self.invert()
+        if p.channel:
+            plgpu.commit_smem()  # they take the place of the system
+            self.make_solve_keys()
 
     def make_gates(self) -> None:
-        """Scalar decay of the records, for each head; dead records do not decay."""
-        since = self.constant(0.0)
-        for j in range(self.p.window):
-            decay = self.load_heads(self.sm.decay, j)
-            since = since + decay
-            self.store_heads(jnp.exp(decay), self.sm.solve_gate, DECAY, j)
-            self.store_heads(jnp.exp(since), self.sm.solve_gate, SINCE, j)
+        """Scalar decay, for each head: of the checkpoint up to each record, and between records.
+
+        The latter as the system [i, j] of records j < i, whose scores are yet to come. Sums grow
+        from one record to the other, so that small gates are not lost; dead records do not decay.
+        """
+        p, c, sm = self.p, self.c, self.sm
+        shape = (c.heads, p.padded_window) if c.heads > 1 else (p.padded_window,)
+        layout = spread(*shape, vector=1)
+        index = plgpu.broadcasted_iota(jnp.int32, shape, len(shape) - 1, layout=layout)
+        since = between = zeros(shape, layout)
+        weights = sm.weight.at[:, 0] if c.heads == 1 else sm.weight.transpose((1, 0))
+        weight = load(weights, layout)
+        found = []
+        for i in range(p.window):
+            gate = sm.decay[i, 0] if c.heads == 1 else load(sm.decay.at[i], layout.reduce(1))
+            if c.heads > 1:
+                gate = broadcast(gate, shape, (0,), layout)
+            since = since + jnp.where(index >= i, gate, 0.0)
+            between = between + jnp.where(index < i, gate, 0.0)
+            found.append(between)
+        # Stores last: the compiler cannot tell that no load is of what they write.
+        head: Any = 0 if c.heads == 1 else slice(None)
+        store(sm.solve_gate.at[SINCE, head], self.exp(since, layout))
+        store(sm.solve_gate.at[WEIGHT, head], weight)
+        for i, between in enumerate(found):
+            store(sm.system.at[head, i], self.exp(between, layout))
+
+    def exp(self, log: jax.Array, layout: Any) -> jax.Array:
+        """exp of log-decays."""
+        return decay(log, layout, interpret=self.mode.interpret)
+
+    def make_decays(self) -> None:
+        """Channel decay: of each record by itself."""
+        sm = self.sm
+        for first in blocks(self.p.padded_window):
+            block = range(first, min(first + BLOCK, self.p.window))
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
+            for j, log in decays.items():
+                store(sm.solve_decay.at[j], self.exp(log, self.channels))
 
     def make_solve_keys(self) -> None:
-        """The keys that are multiplied with the state; dead ones may be anything."""
+        """Terms of the keys as the checkpoint sees them, by channel; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
-        for j in range(p.window):
-            key = load(sm.key.at[j], self.channels).astype(F32)
-            if p.channel:
-                since = since + load(sm.gate.at[j], self.channels)
-                key = key * jnp.exp(since)
-            store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], key)
+        for first in blocks(p.padded_window):
+            block = range(first, min(first + BLOCK, p.window))
+            keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
+            for j, key in keys.items():
+                since = since + decays[j]
+                decayed = key * self.exp(since, self.channels)
+                for b, term in enumerate(split(decayed, p.key_terms, away=True)):
+                    store(sm.solve_key.at[b, j, pl.ds(0, p.key_dim)], term)
+
+    def multiply_system(self) -> None:
+        """<k_j, k_i> of the records j < i, decayed from one to the other: exactly, of bf16 keys."""
+        p, sm = self.p, self.sm
+        for first in blocks(p.padded_window):
+            rows = pl.ds(first, BLOCK)
+            keys = load(sm.key.at[rows], rows_layout(p.key_dim))
+            for other in blocks(first + BLOCK):
+                columns = pl.ds(other, BLOCK)
+                earlier = sm.key.at[columns].transpose((1, 0))
+                factor = load(earlier, operand_layouts(p.key_dim)[1])
+                scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
+                places = [sm.system.at[head, rows, columns] for head in range(self.c.heads)]
+                decayed = [load(place, SUMS) * scores for place in places]
+                plgpu.commit_smem()  # every warp has all of it
+                for place, value in zip(places, decayed, strict=True):
+                    store(place, value)
 
     def make_system(self) -> None:
-        """<k_j, k_i> of the records j < i, decayed from one to the other, head by head."""
+        """The same in float32, channel by channel."""
         p, sm = self.p, self.sm
-        shape = (BLOCK, p.key_dim)
+        shape, columns = (BLOCK, p.key_dim), self.block.reduce(0)
         live = jnp.minimum(self.length, p.window)
+
+        def spread_rows(ref: Any) -> jax.Array:
+            return broadcast(load(ref, columns).astype(F32), shape, (1,), self.block)
 
         @pl.loop(0, self.c.heads)
         def _(head: jax.Array) -> None:
@@ -105,41 +183,132 @@ class Solve(Program):
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.block) + first
 
                 def advance(
-                    i: jax.Array, keys: jax.Array, first: int = first, row: Any = row
+                    pair: jax.Array, keys: jax.Array, first: int = first, row: Any = row
                 ) -> Any:
-                    """The block's keys before record i as it sees them, its own among them."""
-                    key = load(sm.key.at[i], self.block.reduce(0)).astype(F32)
-                    key = broadcast(key, shape, (1,), self.block)
-                    if p.channel:
-                        decay = jnp.exp(load(sm.gate.at[i], self.block.reduce(0)))
-                        keys = keys * broadcast(decay, shape, (1,), self.block)
-                    else:
-                        keys = keys * sm.solve_gate[DECAY, i, head]
-                    place = sm.system.at[head, i, pl.ds(first, BLOCK)]
-                    store(place, jnp.sum(keys * key, axis=1))
-                    return jnp.where(row == i, key, keys)
+                    """The block's keys before a record as it sees them, its own among them."""
+                    ahead = [pair * 2 + n for n in range(2)]
+                    own = [spread_rows(sm.key.at[i]) for i in ahead]
+                    gates = [spread_rows(sm.solve_decay.at[i]) for i in ahead if p.channel]
+                    found = []
+                    for n, i in enumerate(ahead):
+                        if p.channel:
+                            keys = keys * gates[n]
+                        found.append(jnp.sum(keys * own[n], axis=1))
+                        keys = jnp.where(row == i, own[n], keys)
+                    for i, scores in zip(ahead, found, strict=True):
+                        place = sm.system.at[head, i, pl.ds(first, BLOCK)]
+                        if not p.channel:
+                            scores = scores * load(place, self.block.reduce(1))
+                        store(place, scores)
+                    return keys
 
-                lax.fori_loop(jnp.int32(first), live, advance, zeros(shape, self.block))
+                start = zeros(shape, self.block)
+                lax.fori_loop(jnp.int32(first // 2), lax.div(live + 1, 2), advance, start)
 
-    def solve_tile(self, slot: Any, i: Any) -> None:
-        """The updates of the window's records in the rows of state tile i, once that is there."""
-        sm = self.sm
-        layout = spread(8, TILE)
-        early = self.load_rows(self.value, i, 0, layout)
-        plgpu.barrier_wait(sm.state_bar.at[slot])
-        for first in blocks(self.p.padded_window):
+    def invert(self) -> None:
+        """The inverse of each head's system, times beta, by substitution: a thread has a column."""
+        p, c, sm = self.p, self.c, self.sm
+        shape = (c.heads, p.padded_window) if c.heads > 1 else (p.padded_window,)
+        layout = spread(*shape, vector=1)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, len(shape) - 1, layout=layout)
+        every: Any = 0 if c.heads == 1 else slice(None)
 
-            @pl.when(first < self.length)
-            def _(first: int = first) -> None:
-                values = self.load_rows(self.value, i, first, layout) if first else early
-                for n, value in values.items():
-                    store(sm.solve_value.at[pl.ds(n, 8)], value)
-                self.read_keys(slot, first)
-                plgpu.commit_smem()
-                self.substitute(i, first)
-                plgpu.commit_smem()
+        def of_heads(ref: Any, *index: Any) -> jax.Array:
+            """ref[index] of an array whose dimension of heads is `every`."""
+            if c.heads == 1:
+                return ref[index]
+            return broadcast(load(ref.at[index], layout.reduce(1)), shape, (0,), layout)
 
-    def load_rows(self, ref: Any, i: Any, first: int, layout: Any) -> dict[int, jax.Array]:
+        def place(i: Any, term: int) -> Any:
+            return sm.inverse.at[every, term, i, pl.ds(0, p.padded_window)]
+
+        for first in blocks(p.padded_window):
+            block = range(first, min(first + BLOCK, p.window))
+
+            def add(j: jax.Array, sums: Any, block: range = block) -> Any:
+                row = sum(load(place(j, term), layout).astype(F32) for term in range(3))
+                return tuple(
+                    s + row * of_heads(sm.system, every, i, j)
+                    for s, i in zip(sums, block, strict=True)
+                )
+
+            sums = (zeros(shape, layout),) * len(block)
+            if first:
+                sums = lax.fori_loop(jnp.int32(0), jnp.int32(first), add, sums)
+            rows: list[jax.Array] = []
+            for total, i in zip(sums, block, strict=True):
+                for j, row in enumerate(rows, first):
+                    total = total + row * of_heads(sm.system, every, i, j)
+                beta = of_heads(sm.solve_beta, i, every)
+                rows.append(beta * (jnp.where(column == i, 1.0, 0.0) - total))
+            for i, row in zip(block, rows, strict=True):
+                for n, term in enumerate(split(row, 3, away=True)):
+                    store(place(i, n), term)
+
+    def solve_tile(self, slot: Any, i: Any) -> list[jax.Array]:
+        """The updates in the rows of state tile i, once that is there, with their weights.
+
+        [64, 16] for each 16 records, in `ACC`; dead ones zero.
+        """
+        p = self.p
+        firsts = blocks(p.padded_window)
+        values = [self.load_values(i, first) for first in firsts]
+        plgpu.barrier_wait(self.sm.state_bar.at[slot])
+        reads = [self.read_keys(slot, first) for first in firsts]
+        if self.c.heads == 1:
+            return self.solve_head(0, values, reads)
+        rows = self.c.rows
+        head = lax.div(i * TILE, rows)
+        found = self.solve_head(head, values, reads)
+        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
+        row = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=ACC) + i * TILE
+        for other in range(1, others + 1):
+            known = jnp.minimum(head + other, self.c.heads - 1)
+            solved = self.solve_head(known, values, reads)
+            here = row >= (head + other) * rows
+            found = [jnp.where(here, x, y) for x, y in zip(solved, found, strict=True)]
+        return found
+
+    def solve_head(
+        self, head: Any, values: list[jax.Array], reads: list[jax.Array]
+    ) -> list[jax.Array]:
+        """The updates as if all rows of a state tile were of one head."""
+        p, sm, interpret = self.p, self.sm, self.mode.interpret
+        index = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=ACC)
+        gaps: list[list[jax.Array]] = []
+        found = []
+        for first, value, read in zip(blocks(p.padded_window), values, reads, strict=True):
+            here = pl.ds(first, BLOCK)
+            live = index + first < self.length
+            if not p.channel:
+                since = load(sm.solve_gate.at[SINCE, head, here], ACC.reduce(0))
+                read = read * broadcast(since, read.shape, (1,), ACC)
+            gap = jnp.where(live, value - read, 0.0)
+            gaps.append(split(gap if interpret else as_operand(gap), 3, cut=True))
+            sums = [zeros((TILE, BLOCK), ACC)] * 3
+            for other, terms in zip(blocks(first + BLOCK), gaps, strict=True):
+                factors = [sm.inverse.at[head, b, here, pl.ds(other, BLOCK)] for b in range(3)]
+                factors = [load(factor.transpose((1, 0)), RHS) for factor in factors]
+                for a, b in term_pairs(3):
+                    operands = terms[a], factors[b]
+                    sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
+            update = sums[0] + (sums[1] + sums[2])
+            if not p.channel:
+                weight = load(sm.solve_gate.at[WEIGHT, head, here], ACC.reduce(0))
+                update = update * broadcast(weight, update.shape, (1,), ACC)
+            found.append(jnp.where(live, update, 0.0))
+        return found
+
+    def load_values(self, i: Any, first: int) -> jax.Array:
+        """Raw values of 16 records in the rows of state tile i, from device memory, [64, 16]."""
+        interpret = self.mode.interpret
+        values = [x.astype(F32) for x in self.load_rows(self.value, i, first)]
+        values = [value.T if interpret else transpose(value, ACC) for value in values]
+        if len(values) == 1:  # a short window
+            values.append(zeros((TILE, 8), ACC))
+        return beside(values, ACC, interpret=interpret)
+
+    def load_rows(self, ref: Any, i: Any, first: int) -> list[jax.Array]:
         """16 records' [B, R, H, P] in the rows of state tile i, from device memory, by eights."""
         found = range(0, min(BLOCK, self.p.window - first), 8)
         slots = [pl.ds(self.slot(first + n), 8) for n in found]
@@ -152,85 +321,25 @@ class Solve(Program):
             flat = ref.reshape(*ref.shape[:2], -1)
             rows = pl.ds(self.first_row + i * TILE, TILE)
             places = [flat.at[self.b, slot, rows] for slot in slots]
-        return {n: load(place, layout) for n, place in zip(found, places, strict=True)}
+        return [load(place, RECORDS) for place in places]
 
-    def read_keys(self, slot: Any, first: int) -> None:
+    def read_keys(self, slot: Any, first: int) -> jax.Array:
         """Products of the state tile with 16 keys of the window, some key channels at a time."""
         p, sm = self.p, self.sm
         interpret = self.mode.interpret
         sums = [zeros((TILE, BLOCK), ACC)] * 3
         width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
+        records = pl.ds(first, BLOCK)
+        keys = sm.solve_key if p.channel else sm.fold_key
+        terms = [sm.key] if keys is None else [keys.at[b] for b in range(p.key_terms)]
         for channel in range(0, p.key_dim, width):
-            if channel and p.has_solve_keys:
+            if channel and (p.channel or channel % 64 == 0):
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
-            state = tile_terms(jnp.where(self.fresh, 0.0, tile), 3)
-            if p.has_solve_keys:
-                keys = sm.solve_key
-            else:
-                keys = sm.key if sm.fold_key is None else sm.fold_key.at[0]
-            keys = load(keys.at[pl.ds(first, BLOCK), here].transpose((1, 0)), RHS)
-            factors = split(keys, p.key_terms)
+            state = tile_terms(tile, 3)
+            factors = [load(term.at[records, here].transpose((1, 0)), RHS) for term in terms]
             for a, b in term_pairs(p.key_terms):
                 operands = state[a], factors[b]
                 sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
-        store(sm.solve_read.at[:, pl.ds(0, BLOCK)], sums[0] + (sums[1] + sums[2]))
-
-    def substitute(self, i: Any, first: int) -> None:
-        """Forward substitution in the rows of state tile i, a thread each, for 16 records."""
-        p, sm = self.p, self.sm
-        layout = spread(TILE, vector=1)
-
-        def record(j: Any) -> Any:
-            return sm.solved.at[j]
-
-        def gate(kind: int, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: sm.solve_gate[kind, j, head], i, layout)
-
-        def score(later: Any, j: Any) -> jax.Array:
-            return self.of_tile(lambda head: sm.system[head, later, j], i, layout)
-
-        chunks = jnp.minimum(self.length, first + BLOCK) + CHUNK - 1
-
-        @pl.loop(jnp.int32(first // CHUNK), lax.div(chunks, CHUNK))
-        def _(chunk: jax.Array) -> None:
-            here = [chunk * CHUNK + n for n in range(CHUNK)]
-
-            def add_chunk(earlier: jax.Array, sums: tuple[jax.Array, ...]) -> Any:
-                for n in range(CHUNK):
-                    j = earlier * CHUNK + n
-                    update = load(record(j), layout)
-                    sums = tuple(
-                        s + update * score(later, j) for s, later in zip(sums, here, strict=True)
-                    )
-                return sums
-
-            sums = lax.fori_loop(0, chunk, add_chunk, (zeros((TILE,), layout),) * CHUNK)
-            updates: list[jax.Array] = []
-            for n, j in enumerate(here):
-                value = load(sm.solve_value.at[j - first], layout).astype(F32)
-                read = load(sm.solve_read.at[:, j - first], layout)
-                if not p.channel:
-                    read = read * gate(SINCE, j)
-                total = sums[n]
-                for m, update in enumerate(updates):
-                    total = total + update * score(j, here[m])
-                update = gate(BETA, j) * (value - read - total)
-                updates.append(jnp.where(j < self.length, update, 0.0))
-                store(record(j), updates[n])
-
-    def of_tile(self, of_head: Callable[[Any], jax.Array], i: Any, layout: Any) -> jax.Array:
-        """What depends on the head, for the rows of state tile i, which may be of several."""
-        if self.c.heads == 1:
-            return of_head(0)
-        rows = self.c.rows
-        head = lax.div(i * TILE, rows)
-        if rows % TILE == 0:
-            return of_head(head)
-        row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout) + i * TILE
-        found = zeros((TILE,), layout) + of_head(head)
-        for other in range(1, (TILE - 1) // rows + (TILE % rows != 0) + 1):
-            known = jnp.minimum(head + other, self.c.heads - 1)
-            found = jnp.where(row >= (head + other) * rows, of_head(known), found)
-        return found
+        return jnp.where(self.fresh, 0.0, sums[0] + (sums[1] + sums[2]))

@@ -273,7 +273,7 @@ def test_a_refusal_names_the_least_that_would_do():
 
     dims = dict(num_heads=4, num_groups=1, value_dim=80, key_dim=256)
     spec = make_spec("mamba2", window=64, max_tokens=16, **dims)
-    p, mode, cut = mosaic_gpu._problem(spec, 1, 16), problem.Mode(), problem.Config(4, 80, 1)
+    p, mode, cut = mosaic_gpu.problem_of(spec, 1, 16), problem.Mode(), problem.Config(4, 80, 1)
     assert f"need {scratch.shared_bytes(p, cut, mode)} bytes" in configs.why_not(p, mode)
 
 

@@ -317,9 +317,7 @@ class Step(Fold):
         return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
     def decay(self, log: jax.Array, layout: Any) -> jax.Array:
-        """exp of what keys and columns decay by; there are many but in plain steps of one token."""
-        if self.p.num_tokens == 1 and self.copy is None:
-            return jnp.exp(log)
+        """exp of what keys and columns decay by, of which there are many."""
         return decay(log, layout, interpret=self.mode.interpret)
 
     def decay_keys(self) -> None:

@@ -333,10 +333,17 @@ class Case:
 class Fills:
     """Single steps: at each fill of the window (the last one flushes), and staggered."""
 
-    def __init__(self, layer: str, batch: int, args: argparse.Namespace, ahead: harness.Compiler):
+    def __init__(
+        self,
+        layer: str,
+        batch: int,
+        read_dtype: str | None,
+        args: argparse.Namespace,
+        ahead: harness.Compiler,
+    ):
         self.args, self.layer, self.batch = args, layer, batch
         self.window = 16
-        self.spec = layers.make_spec(layer, window=self.window)
+        self.spec = layers.make_spec(layer, window=self.window, read_dtype=read_dtype)
         self.count = args.layers or layers_of(batch, 1)
         self.name = args.implementation[0]
         self.steps = (16 if batch <= 64 else 2) * self.window
@@ -424,8 +431,10 @@ def cases_of(
     for layer in args.layer:
         for batch in args.batch:
             if args.fills:
-                fills = functools.partial(Fills, layer, batch, args)
-                yield layer, f"{layer}, batch {batch}", fills
+                for read_dtype in args.read_dtype:
+                    copy = None if read_dtype == "none" else read_dtype
+                    fills = functools.partial(Fills, layer, batch, copy, args)
+                    yield layer, f"{layer}, batch {batch}, copy {read_dtype}", fills
                 continue
             variants = itertools.product(
                 args.tokens, args.accepted, args.read_dtype, args.window or [None]
@@ -503,7 +512,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.repeats < 2:
         parser.error("--repeats must be at least 2, or there is no spread")
     if args.fills:
-        fixed = ("tokens", "accepted", "window", "read_dtype", "forms", "baseline")
+        fixed = ("tokens", "accepted", "window", "forms", "baseline")
         changed = [name for name in fixed if getattr(args, name) != parser.get_default(name)]
         if changed:
             names = ", ".join("--" + name.replace("_", "-") for name in changed)

@@ -22,7 +22,7 @@ def no_gpu():
         (["--tokens", "33"], "window of 32, found 33"),
         (["--accepted", "half"], "--tokens of at least 2, found 1"),
         (["--repeats", "1"], "no spread"),
-        (["--fills", "--tokens", "4", "--read-dtype", "int8"], "found --tokens, --read-dtype"),
+        (["--fills", "--tokens", "4", "--window", "32"], "found --tokens, --window"),
         (["--implementation", "mosaic_gpu"], "implementation='mosaic_gpu' cannot run: it needs"),
     ],
 )

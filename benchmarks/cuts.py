@@ -32,9 +32,8 @@ from pallas_kernels.problem import Config, Mode, Problem
 from pallas_kernels.scratch import shared_bytes
 from replayssm_jax import mosaic_gpu
 
+# Of states, relative to those of the chosen cut.
 LIMIT = 1e-6
-# Bytes of shared memory that a program may have.
-MOST_SHARED = 227 * 1024
 
 
 def candidates(problem: Problem, mode: Mode) -> list[Config]:
@@ -46,8 +45,8 @@ def candidates(problem: Problem, mode: Mode) -> list[Config]:
     found = [chosen]
     for config in configs.configs(problem):
         for tiles in range(1, getattr(config, flying) + 1):
-            cut = dataclasses.replace(config, channels=chosen.channels, **{flying: tiles})
-            if cut not in found and shared_bytes(problem, cut, mode) <= MOST_SHARED:
+            cut = configs.completed(problem, dataclasses.replace(config, **{flying: tiles}))
+            if cut not in found and shared_bytes(problem, cut, mode) <= configs.MOST_SHARED:
                 found.append(cut)
     return found
 
@@ -58,15 +57,14 @@ class Case:
     def __init__(
         self, layer: str, batch: int, args: argparse.Namespace, tokens: int, ahead: harness.Compiler
     ):
-        window = args.window or (32 if tokens > 4 else 16)
+        window = args.window or kernels.default_window(tokens)
         read_dtype = None if args.read_dtype == "none" else args.read_dtype
         self.title = f"{layers.describe(layer)}, batch {batch}, {tokens} tokens, copy {read_dtype}"
         self.spec = spec = layers.make_spec(
             layer, window=window, max_tokens=tokens, read_dtype=read_dtype
         )
         self.batch, self.count = batch, kernels.layers_of(batch, tokens)
-        period = kernels.flush_period(window, tokens, tokens)
-        steps = period * max(1, min(16, 256 // period))
+        steps = kernels.loop_steps(window, tokens, tokens)
         self.calls = steps * self.count
         self.random = ahead(kernels.random_tokens, spec, batch, tokens, 0)
         one = jax.eval_shape(functools.partial(kernels.random_tokens, spec, batch, tokens), 0)
@@ -80,8 +78,7 @@ class Case:
                 self.programs[cut] = ahead(loop, *jax.eval_shape(self.start), [one] * self.count)
 
     def start(self) -> tuple[rs.Pointer, list[rs.ReplayState]]:
-        every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
-        return every[0].pointer, [dataclasses.replace(one, pointer=None) for one in every]
+        return kernels.replay_states(self.spec, self.batch, self.count)
 
     def table(self, repeats: int) -> Table:
         inputs = [self.random.result()(seed) for seed in range(self.count)]

@@ -221,6 +221,24 @@ def flush_period(window: int, tokens: int, accepted: int) -> int:
     return (window - tokens) // accepted + 1
 
 
+def loop_steps(window: int, tokens: int, accepted: int) -> int:
+    """So many that the call itself does not count, and whole times from flush to flush."""
+    period = flush_period(window, tokens, accepted)
+    return period * max(1, min(16, 256 // period))
+
+
+def default_window(tokens: int) -> int:
+    return 32 if tokens > 4 else 16
+
+
+def replay_states(
+    spec: rs.ReplaySpec, batch: int, count: int
+) -> tuple[rs.Pointer, list[rs.ReplayState]]:
+    """Empty states of layers that share a pointer."""
+    every = [rs.init_state(spec, batch, ragged=True) for _ in range(count)]
+    return every[0].pointer, [dataclasses.replace(one, pointer=None) for one in every]
+
+
 class Case:
     """Each replay implementation against the fastest conventional step; compiles when made."""
 
@@ -237,15 +255,13 @@ class Case:
     ):
         self.args, self.layer, self.batch = args, layer, batch
         self.tokens, self.accepted = tokens, accepted
-        self.window = window or (32 if tokens > 4 else 16)
+        self.window = window or default_window(tokens)
         self.words = [] if window is None else [f"window {window}"]
         self.spec = layers.make_spec(
             layer, window=self.window, max_tokens=tokens, read_dtype=read_dtype
         )
         self.count = args.layers or layers_of(batch, tokens)
-        # Enough of them that the call itself does not count, and whole times from flush to flush.
-        period = flush_period(self.window, tokens, accepted)
-        steps = period * max(1, min(16, 256 // period))
+        steps = loop_steps(self.window, tokens, accepted)
         self.calls = steps * self.count
         self.checks = {
             name: Check(self.spec, batch, name, tokens, accepted, ahead)
@@ -270,14 +286,14 @@ class Case:
         }
 
     def states(self, how: str) -> tuple[rs.Pointer | None, list[rs.ReplayState]]:
-        every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
         if how == OWN:
-            return None, every
-        pointer = every[0].pointer
+            every = range(self.count)
+            return None, [rs.init_state(self.spec, self.batch, ragged=True) for _ in every]
+        pointer, states = replay_states(self.spec, self.batch, self.count)
         if how == "staggered":
             fill = jnp.arange(self.batch, dtype=jnp.int32) % (self.window + 1)
             pointer = dataclasses.replace(pointer, length=fill)
-        return pointer, [dataclasses.replace(s, pointer=None) for s in every]
+        return pointer, states
 
     def baseline_states(self) -> tuple[Any, list[Any]]:
         return conventional_states(self.spec, self.batch, self.count)
@@ -372,8 +388,8 @@ class Fills:
         )
 
     def start(self) -> tuple[list[rs.ReplayState], rs.Pointer]:
-        every = [rs.init_state(self.spec, self.batch, ragged=True) for _ in range(self.count)]
-        return [dataclasses.replace(one, pointer=None) for one in every], every[0].pointer
+        pointer, states = replay_states(self.spec, self.batch, self.count)
+        return states, pointer
 
     def baseline_states(self) -> tuple[Any, list[Any]]:
         return conventional_states(self.spec, self.batch, self.count)

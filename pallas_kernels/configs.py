@@ -14,6 +14,8 @@ from pallas_kernels.scratch import shared_bytes
 FILLED = 256
 # Shared memory of a multiprocessor of Hopper or Blackwell, and what of it a program takes unasked.
 _SHARED, _TAKEN = 228 * 1024, 1024
+# Most that one may have.
+MOST_SHARED = _SHARED - _TAKEN
 # State rows of a program from which wider ones do not gain, by the bytes of what steps read.
 _WIDE = {4: 256, 2: 256, 1: 512}
 # Most tiles of a read copy in flight, by the bytes of its elements.
@@ -43,8 +45,11 @@ def configs(problem: Problem) -> list[Config]:
 def choose(problem: Problem, mode: Mode) -> Config | None:
     """The cut to use: fixed by the shapes alone, so that a result never depends on timing."""
     config = _choose(problem, mode)
-    if config is None:
-        return None
+    return None if config is None else completed(problem, config)
+
+
+def completed(problem: Problem, config: Config) -> Config:
+    """The cut with what follows from it and the problem."""
     # Parts of a tile fit in the registers of more programs; where few run, they only take longer.
     n = problem.key_dim
     filled = problem.batch * programs_per_row(problem, config) >= FILLED
@@ -131,6 +136,6 @@ def why_not(problem: Problem, mode: Mode) -> str | None:
         return (
             f"a program would need {least} bytes of shared memory for window={p.window}, "
             f"{p.num_tokens} tokens, key_dim={p.key_dim}, value_dim={p.value_dim} and "
-            f"read_dtype={p.read_dtype}, found {_SHARED - _TAKEN}"
+            f"read_dtype={p.read_dtype}, found {MOST_SHARED}"
         )
     return None

@@ -209,9 +209,8 @@ class Fold(Solve):
             return of_head(0)
         head = lax.div(i * TILE, rows)
         weights = of_head(head)
-        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        for other in range(1, others + 1):
+        for other in self.other_heads:
             known = jnp.minimum(head + other, self.c.heads - 1)
             begins = (head + other) * rows - i * TILE
             weights = jnp.where(column >= begins, of_head(known), weights)

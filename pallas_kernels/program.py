@@ -53,6 +53,12 @@ class Program:
         """State tile i of this program in device memory."""
         return self.state.at[self.b, pl.ds(self.first_row + i * TILE, TILE)]
 
+    @property
+    def other_heads(self) -> range:
+        """Heads that a tile may have rows of, counted from its first one, without it."""
+        rows = self.c.rows
+        return range(1, 1 + (0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)))
+
     def tile_rows(self, ref: Any, *lead: Any, i: Any) -> Any:
         """The rows of tile i of a shared array [*lead, *shape, ...], as [TILE, ...]."""
         if len(self.shape) == 1:

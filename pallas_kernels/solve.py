@@ -260,9 +260,8 @@ class Solve(Program):
         rows = self.c.rows
         head = lax.div(i * TILE, rows)
         found = self.solve_head(head, values, reads)
-        others = 0 if rows % TILE == 0 else (TILE - 1) // rows + (TILE % rows != 0)
         row = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 0, layout=ACC) + i * TILE
-        for other in range(1, others + 1):
+        for other in self.other_heads:
             known = jnp.minimum(head + other, self.c.heads - 1)
             solved = self.solve_head(known, values, reads)
             here = row >= (head + other) * rows

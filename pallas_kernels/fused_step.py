@@ -104,6 +104,20 @@ class Rows(NamedTuple):
     fresh: Any
 
 
+class Gates(NamedTuple):
+    """What was loaded of the gates of a program's heads.
+
+    Attributes:
+      new: log-decays and betas of the new tokens, by where `Scratch.new_gate` has them.
+      betas: of the window's records, eight at a time; empty under the delta rule.
+      decays: log-decays of the window's records, eight at a time; empty with channel decay.
+    """
+
+    new: dict[int, jax.Array]
+    betas: dict[int, jax.Array]
+    decays: dict[int, jax.Array]
+
+
 class Step(Fold):
     """One program of the step; its methods are the stages in the order in which they run."""
 
@@ -225,37 +239,47 @@ class Step(Fold):
             def _(chunk: int = chunk) -> None:
                 plgpu.barrier_wait(bars.at[chunk])
 
-    def weigh_records(self) -> None:
-        """Weights of the records, decay of the checkpoint, and the gates of the new tokens.
-
-        The weight of a record is its decay to the window's end times its beta. All loads come
-        first, so that they wait for device memory once. Threads share the records; a barrier comes
-        between a log-decay and its use by others.
-        """
-        p, sm, b = self.p, self.sm, self.b
-        tokens = range(p.num_tokens)
-        new_gates = []
-        if p.num_tokens:
+    def load_gates(self) -> Gates:
+        """Start loading the gates of the window and of the new tokens; all of them come at once."""
+        p, b = self.p, self.b
+        new = {}
+        for t in range(p.num_tokens):
             *_, g, beta = self.inputs
-            new_gates = [(1, t, self.load_gate(beta, b, t)) for t in tokens]
+            new[self.new(1, t)] = self.load_gate(beta, b, t)
             if not p.channel:
-                new_gates += [(0, t, self.load_gate(g, b, t)) for t in tokens]
+                new[self.new(0, t)] = self.load_gate(g, b, t)
         betas = {} if p.delta else self.gates_of_window(self.ring.beta)
         decays = {} if p.channel else self.gates_of_window(self.ring.log_decay)
-        for kind, t, value in new_gates:
-            self.store_heads(value, sm.new_gate, self.new(kind, t))
-        since = {}
-        if not p.channel:
-            for first, value in decays.items():
-                store(self.gate_rows(sm.decay, first), value)
-            plgpu.commit_smem()
-            since = self.decay_to_end(list(decays))
-        for first in decays or betas:
-            weight = jnp.exp(since[first]) if since else betas[first]
-            if since and betas:
-                weight = weight * betas[first]
-            if sm.weight is not None:
-                store(self.gate_rows(sm.weight, first), weight)
+        return Gates(new, betas, decays)
+
+    def store_gates(self, gates: Gates) -> None:
+        """What others need of the gates, for `weigh_records` after a barrier."""
+        sm = self.sm
+        for at, value in gates.new.items():
+            self.store_heads(value, sm.new_gate, at)
+        for first, decay in gates.decays.items():
+            store(self.gate_rows(sm.decay, first), self.live_gates(first, decay))
+        if self.weighs_late:
+            for first, beta in gates.betas.items():
+                store(self.gate_rows(sm.weight, first), beta)
+
+    def weigh_records(self, betas: dict[int, jax.Array]) -> None:
+        """Weights of the records, and decay of the checkpoint.
+
+        The weight of a record is its decay to the window's end times its beta. Threads share the
+        records; `betas` are empty under the delta rule.
+        """
+        p, sm = self.p, self.sm
+        chunks = [*range(0, p.window, 8)]
+        since = {} if p.channel else self.decay_to_end(chunks)
+        if sm.weight is None:
+            return
+        for first in chunks:
+            weight = jnp.exp(since[first]) if since else None
+            if first in betas:
+                beta = self.live_gates(first, betas[first])
+                weight = beta if weight is None else weight * beta
+            store(self.gate_rows(sm.weight, first), weight)
 
     def new(self, kind: int, t: int) -> int:
         """Where the log-decay (0) or beta (1) of new token t is."""
@@ -263,24 +287,32 @@ class Step(Fold):
 
     @property
     def weighs_late(self) -> bool:
-        """Whether gates wait until a tile was read: the products with several tokens need none."""
-        return self.p.num_tokens > 1 and not self.p.channel
+        """Whether gates wait in shared memory until a tile was read, whose products need none."""
+        return not self.p.channel and (self.p.num_tokens > 1 or self.p.packs_terms)
 
     def weigh_late(self) -> None:
         """All that is made of the gates, where `weighs_late`."""
-        self.weigh_records()
-        self.decay_between()
-        plgpu.commit_smem()
+        betas = {}
+        if not self.p.delta:
+            chunks = range(0, self.p.window, 8)
+            betas = {n: load(self.gate_rows(self.sm.weight, n), self.gates) for n in chunks}
+            plgpu.commit_smem()  # threads that share them have read them
+        self.weigh_records(betas)
+        if self.p.num_tokens > 1:
+            self.decay_between()
 
     def gates_of_window(self, ref: Any) -> dict[int, jax.Array]:
-        """A gate [B, R, H] of the window's records, eight at a time, [8, heads]; dead ones zero."""
+        """A gate [B, R, H] of the window's records, eight at a time, [8, heads]."""
         heads = self.head if self.c.heads == 1 else pl.ds(self.head, self.c.heads)
-        found = {}
-        for first in range(0, self.p.window, 8):
-            value = load(ref.at[self.b, pl.ds(self.slot(first), 8), heads], self.gates)
-            index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=self.gates)
-            found[first] = jnp.where(index + first < self.length, value, 0.0)
-        return found
+        return {
+            first: load(ref.at[self.b, pl.ds(self.slot(first), 8), heads], self.gates)
+            for first in range(0, self.p.window, 8)
+        }
+
+    def live_gates(self, first: int, value: jax.Array) -> jax.Array:
+        """Eight records' gates from `first` on, dead ones zero. Waits for them, unlike their load."""
+        index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=self.gates)
+        return jnp.where(index + first < self.length, value, 0.0)
 
     def gate_rows(self, ref: Any, first: int) -> Any:
         """Eight records' values for each head of a shared array [W, heads]."""
@@ -533,6 +565,8 @@ class Step(Fold):
         if p.packs_terms:
             if last:
                 pl.loop(0, last, init_carry=())(read_one)
+            if self.weighs_late:
+                self.weigh_late()
             if not p.channel:
                 self.wait_window()
             self.score_keys(window=True)
@@ -848,8 +882,12 @@ class Step(Fold):
         if self.copy is not None:
             self.start_tiles()
         self.start_window()
+        gates = self.load_gates()
         if not self.weighs_late:
-            self.weigh_records()
+            self.store_gates(gates)
+            if not p.channel:
+                plgpu.commit_smem()
+            self.weigh_records(gates.betas)
         for place, value in tokens:
             store(place, value)
         if self.mode.append and p.num_tokens > 1:
@@ -865,11 +903,14 @@ class Step(Fold):
             if not p.packs_terms:  # else threads read what they wrote themselves
                 plgpu.commit_smem()
             self.make_columns()
+        if self.weighs_late:
+            self.store_gates(gates)
         plgpu.commit_smem()
 
         def with_fold() -> None:
             if self.weighs_late:
                 self.weigh_late()
+                plgpu.commit_smem()
             if not p.channel:
                 self.wait_window()
                 if p.solves_again:
@@ -910,7 +951,7 @@ class Step(Fold):
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
         for first, beta in self.gates_of_window(self.ring.beta).items():
-            store(self.gate_rows(self.sm.solve_beta, first), beta)
+            store(self.gate_rows(self.sm.solve_beta, first), self.live_gates(first, beta))
         self.prepare_solve(self.ring.value)
 
     def idle(self) -> None:

@@ -26,6 +26,9 @@ part_fills() { kernels --layer "${layers[@]}" --batch 1 256 --fills --name fills
 part_verify() {
   kernels --layer "${layers[@]}" --tokens 4 8 --name verify --repeats 5
   kernels --layer "${layers[@]}" --tokens 4 8 --accepted half --batch 256 --name verify --add --repeats 5
+  other_window=(--tokens 8 --accepted all half --batch 256 --name verify --add --repeats 3)
+  kernels --layer mamba2 --window 16 "${other_window[@]}"
+  kernels --layer gated_delta_net kda --window 32 "${other_window[@]}"
 }
 # Read copies, with longer windows.
 part_copies() {
@@ -42,9 +45,9 @@ part_peers() { "$python" peers.py --out "$out"; }
 # Whole models.
 part_speculative() {
   "$python" speculative.py --out "$out" --side-by-side --model nemotron-3-nano-4b --layers 14 \
-    --threads 6 --tokens 4 8 --repeats 4
+    --threads 10 --tokens 2 4 8 --repeats 4
   "$python" speculative.py --out "$out" --side-by-side --model qwen3.5-4b kimi-linear --layers 8 \
-    --threads 6 --tokens 4 8 --repeats 4 --add
+    --threads 6 --tokens 2 4 8 --repeats 4 --add
 }
 part_trained() {
   "$python" speculative.py --out "$out" --side-by-side --model trained --batch 1 16 64 --tokens 4 \

@@ -57,7 +57,7 @@ class Case:
     def __init__(
         self, layer: str, batch: int, args: argparse.Namespace, tokens: int, ahead: harness.Compiler
     ):
-        window = args.window or kernels.default_window(tokens)
+        window = args.window or kernels.default_window(layer, tokens)
         read_dtype = None if args.read_dtype == "none" else args.read_dtype
         self.title = f"{layers.describe(layer)}, batch {batch}, {tokens} tokens, copy {read_dtype}"
         self.spec = spec = layers.make_spec(
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layer", choices=names, nargs="+", default=names[:1])
     parser.add_argument("--batch", type=harness.count, nargs="+", default=[256])
     parser.add_argument("--tokens", type=harness.count, nargs="+", default=[1])
-    parser.add_argument("--window", type=harness.count, help="default: 16, or 32 from 5 tokens on")
+    parser.add_argument("--window", type=harness.count, help="default: as in kernels.py")
     parser.add_argument("--read-dtype", choices=["none", *formats], default="none")
     parser.add_argument("--repeats", type=harness.count, default=5, help="timed runs of each cut")
     args = parser.parse_args(argv)

@@ -55,9 +55,7 @@ def completed(problem: Problem, config: Config) -> Config:
     filled = problem.batch * programs_per_row(problem, config) >= FILLED
     parts = [64, 32] if n % 32 == 0 else [48]  # a swizzled tile is cut where its swizzle ends
     parts = [width for width in parts if n % width == 0 and (n > 128 or (filled and width == 64))]
-    # By channel the window's keys are awaited first, and they wait for the pointer.
-    ahead = 1 if problem.packs_terms and not problem.channel else 0
-    return dataclasses.replace(config, channels=[*parts, n][0], ahead=ahead)
+    return dataclasses.replace(config, channels=[*parts, n][0])
 
 
 def _choose(problem: Problem, mode: Mode) -> Config | None:

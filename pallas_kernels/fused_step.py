@@ -155,20 +155,10 @@ class Step(Fold):
         for i in range(self.c.stages):
             plgpu.copy_gmem_to_smem(self.tile(i), self.sm.state.at[i], self.sm.state_bar.at[i])
 
-    def start_copy(self, tiles: range) -> None:
-        """Start the copies of some of the first tiles of the read copy."""
-        for i in tiles:
+    def start_copy(self) -> None:
+        """Start the copies of the first tiles of the read copy."""
+        for i in range(self.c.copies):
             plgpu.copy_gmem_to_smem(self.copy_tile(i), self.sm.copy.at[i], self.sm.copy_bar.at[i])
-
-    def start_tiles(self) -> None:
-        """Start the copies of the first tiles that the row reads, once that is known."""
-
-        def with_fold() -> None:
-            for i in range(self.c.ahead):  # whose place the state's take
-                plgpu.barrier_wait(self.sm.copy_bar.at[i])
-            self.start_state()
-
-        self.branch(with_fold, lambda: self.start_copy(range(self.c.ahead, self.c.copies)))
 
     def load_tokens(self) -> list[tuple[Any, jax.Array]]:
         """Start loading the new tokens, as (place in shared memory, value) pairs.
@@ -257,8 +247,8 @@ class Step(Fold):
         sm = self.sm
         for at, value in gates.new.items():
             self.store_heads(value, sm.new_gate, at)
-        for first, decay in gates.decays.items():
-            store(self.gate_rows(sm.decay, first), self.live_gates(first, decay))
+        for first, log in gates.decays.items():
+            store(self.gate_rows(sm.decay, first), self.live_gates(first, log))
         if self.weighs_late:
             for first, beta in gates.betas.items():
                 store(self.gate_rows(sm.weight, first), beta)
@@ -310,7 +300,7 @@ class Step(Fold):
         }
 
     def live_gates(self, first: int, value: jax.Array) -> jax.Array:
-        """Eight records' gates from `first` on, dead ones zero. Waits for them, unlike their load."""
+        """Eight records' gates from `first` on, dead ones zero; waits for them, unlike a load."""
         index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=self.gates)
         return jnp.where(index + first < self.length, value, 0.0)
 
@@ -589,8 +579,11 @@ class Step(Fold):
         """
         p, sm = self.p, self.sm
         firsts = list(blocks(p.padded_window)) if window else []
+        # Sums before the first of them is stored: the compiler cannot tell that no load is of what
+        # a store wrote, and a sum alone waits for every exchange between lanes.
+        new = []
         if p.packs_terms:
-            self.score_new_key()
+            new = self.score_new_key()
         elif p.channel and p.num_tokens > 1:
             self.score_new_by_channel()
             if firsts and p.score_warps:
@@ -598,7 +591,15 @@ class Step(Fold):
         else:
             firsts.append(p.padded_window)
         if p.has_token_operand:
-            return self.multiply_keys(firsts)
+            self.multiply_keys(firsts)
+        else:
+            self.sum_scores(firsts)
+        for c, scores in enumerate(new):
+            store(sm.score.at[pl.ds(p.padded_window, 4), c], scores)
+
+    def sum_scores(self, firsts: list[int]) -> None:
+        """The same by sums over channels, of 16 keys from each of `firsts` on."""
+        p, sm = self.p, self.sm
         keys = {}
         for first in firsts:
             if first < p.padded_window:
@@ -619,12 +620,9 @@ class Step(Fold):
             column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
             return jnp.sum(keys[first] * column, axis=1)
 
-        # Some sums before their first is stored: the compiler cannot tell that no load is of what
-        # a store wrote, and a sum alone waits for every exchange between lanes.
-        several = 8 if p.num_tokens > 1 else 1
         places = [(c, first) for c in range(p.num_columns) for first in keys]
-        for i in range(0, len(places), several):
-            found = [(score(*place), place) for place in places[i : i + several]]
+        for i in range(0, len(places), 8):
+            found = [(score(*place), place) for place in places[i : i + 8]]
             for scores, (c, first) in found:
                 self.store_scores(scores, first, self.score_at(c))
 
@@ -687,15 +685,14 @@ class Step(Fold):
         tokens = self.p.num_tokens
         return c // tokens * self.p.token_rows + c % tokens
 
-    def score_new_key(self) -> None:
-        """The same of one new key, a warp for itself."""
+    def score_new_key(self) -> list[jax.Array]:
+        """The same of one new key with each column, a warp for itself; yet to be stored."""
         p, sm = self.p, self.sm
         layout, shape = token_rows(p.key_dim), (4, p.key_dim)
         key = load(sm.k.at[0], layout.reduce(0)).astype(F32)
-        for c in range(p.num_columns):
-            products = key * load(self.raw_column(c), layout.reduce(0)).astype(F32)
-            scores = jnp.sum(broadcast(products, shape, (1,), layout), axis=1)
-            store(sm.score.at[pl.ds(p.padded_window, 4), c], scores)
+        columns = [load(self.raw_column(c), layout.reduce(0)) for c in range(p.num_columns)]
+        products = [broadcast(key * x.astype(F32), shape, (1,), layout) for x in columns]
+        return [jnp.sum(x, axis=1) for x in products]
 
     def score_new_by_channel(self) -> None:
         """The same by channel: key by key, for all later tokens at once, over whose rows lie warps.
@@ -874,13 +871,11 @@ class Step(Fold):
         p, sm = self.p, self.sm
         if self.copy is None:
             self.start_state()
-        else:
-            self.start_copy(range(self.c.ahead))
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
         self.due = self.mode.fold & (self.length + self.num_new > p.window)
         if self.copy is not None:
-            self.start_tiles()
+            self.branch(self.start_state, self.start_copy)
         self.start_window()
         gates = self.load_gates()
         if not self.weighs_late:

@@ -182,8 +182,6 @@ class Config:
       stages: state tiles in flight.
       copies: tiles of the read copy in flight.
       channels: key channels that a fold has in registers at once.
-      ahead: tiles of the read copy that are brought before it is known whether the row folds, which
-        would have no use for them.
     """
 
     heads: int
@@ -191,7 +189,6 @@ class Config:
     stages: int
     copies: int = 0
     channels: int = 64
-    ahead: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -107,6 +107,7 @@ def generate(
     width, capacity = widths(max_new_tokens, capacity)
     if len(prompt) == 0:
         return empty_output(width)
+    ragged = return_state or state is not None
     control, carry = start(
         model,
         as_prompt(
@@ -126,11 +127,11 @@ def generate(
         cache_size=cache_size,
         decode=decode,
         state=state,
-        ragged=return_state or state is not None,
+        ragged=ragged,
         unstack=unstack,
         rounding_key=rounding_key,
     )
-    carry = _decode(model, carry, control, unstack)
+    carry = _decode(model, carry, control, unstack, ragged)
     return GenerateOutput(
         tokens=carry.tokens[:, :width],
         lengths=carry.counts,
@@ -186,7 +187,7 @@ def stream(
     done = np.asarray(carry.done)
     sent = 0
     while not done.all():
-        carry = _decode_chunk(model, carry, control, chunk, unstack)
+        carry = _decode_chunk(model, carry, control, chunk, unstack, state is not None)
         done, lengths = np.asarray(carry.done), np.asarray(carry.counts)
         tokens = np.asarray(carry.tokens)
         for column in range(sent, int(lengths.max())):
@@ -194,7 +195,8 @@ def stream(
         sent = int(lengths.max())
 
 
-def _body(model: HybridLM, control: Control, carry: Carry) -> Carry:
+def _body(model: HybridLM, control: Control, ragged: bool, carry: Carry) -> Carry:
+    """One token of every row; `ragged` says whether rows that have ended must stay as they are."""
     state, column = carry.state, carry.column
     cache, live = state.cache, ~carry.done
     drawn = draw(
@@ -215,9 +217,10 @@ def _body(model: HybridLM, control: Control, carry: Carry) -> Carry:
     last = room(control, cache, carry.counts, tokens.shape[1]) <= 1
     reason = control.stops.reason(tokens, column)
     reason = jnp.where((reason == 0) & last, jnp.int32(StopReason.LENGTH), reason)
-    # Rows of a scalar pointer all move on; what an ended row computes is not looked at.
-    ragged = cache.pointer is not None and cache.pointer.is_ragged
-    lengths = live.astype(jnp.int32) if ragged or cache.pointer is None else None
+    # Else all rows move on, and what an ended one computes is not looked at: conventional decoding
+    # would copy every state to keep those of ended rows.
+    ragged = ragged if cache.pointer is None else cache.pointer.is_ragged
+    lengths = live.astype(jnp.int32) if ragged else None
     logits, cache = model.step(token, cache, lengths=lengths)
     seen = state.seen
     if seen is not None:
@@ -235,10 +238,10 @@ def _body(model: HybridLM, control: Control, carry: Carry) -> Carry:
     )
 
 
-@functools.partial(jax.jit, static_argnames="unstack", donate_argnames="carry")
-def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool) -> Carry:
+@functools.partial(jax.jit, static_argnames=("unstack", "ragged"), donate_argnames="carry")
+def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool, ragged: bool) -> Carry:
     model = unstack_layers(model) if unstack else model
-    body = functools.partial(_body, model, control)
+    body = functools.partial(_body, model, control, ragged)
 
     def unfinished(carry: Carry) -> jax.Array:
         return ~jnp.all(carry.done)
@@ -248,14 +251,16 @@ def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool) -> C
     return while_loop(unfinished, body, carry, window=model.config.replay_window)
 
 
-@functools.partial(jax.jit, static_argnames=("chunk", "unstack"), donate_argnames="carry")
+@functools.partial(
+    jax.jit, static_argnames=("chunk", "unstack", "ragged"), donate_argnames="carry"
+)
 def _decode_chunk(
-    model: HybridLM, carry: Carry, control: Control, chunk: int, unstack: bool
+    model: HybridLM, carry: Carry, control: Control, chunk: int, unstack: bool, ragged: bool
 ) -> Carry:
     model = unstack_layers(model) if unstack else model
 
     def body(carry: Carry, _: None) -> tuple[Carry, None]:
-        return _body(model, control, carry), None
+        return _body(model, control, ragged, carry), None
 
     window = model.config.replay_window
     if carry.state.cache.pointer is None or chunk % window:

@@ -123,8 +123,8 @@ def compile_quickly(patch, wrap=lambda f: f):
             (),
         ),
         ("generation", "_prefill"): (("capacity", "unstack"), "state"),
-        ("generate", "_decode"): ("unstack", "carry"),
-        ("generate", "_decode_chunk"): (("chunk", "unstack"), "carry"),
+        ("generate", "_decode"): (("unstack", "ragged"), "carry"),
+        ("generate", "_decode_chunk"): (("chunk", "unstack", "ragged"), "carry"),
         ("speculative", "_start_drafting"): (("capacity", "unstack"), ()),
         ("speculative", "_speculate"): ("unstack", ("rows", "drafting")),
     }

@@ -94,12 +94,14 @@ def test_padding_on_either_side(model):
         np.testing.assert_array_equal(out.tokens, greedy().tokens)
 
 
-def test_limits_stop_tokens_and_sequences_by_row(model):
-    tokens = np.asarray(greedy().tokens)
+@pytest.mark.parametrize("decode", ["replay", "recurrent"])
+def test_limits_stop_tokens_and_sequences_by_row(model, decode):
+    tokens = np.asarray(greedy(decode).tokens)
     stop, sequence = int(tokens[1, 3]), tokens[2, 2:5].tolist()
     out = generate(
         model,
         PROMPTS,
+        decode=decode,
         max_new_tokens=np.array([0, N, 9]),
         stop_tokens=[[], [stop], []],
         stop_sequences=[sequence, [V + 5] * 7],
@@ -241,6 +243,29 @@ def test_new_weights_and_options_go_through_the_same_loop():
         params, opt_state = train(params, opt_state)
         run(nnx.merge(graphdef, params), i)
     assert sizes == (generation._prefill._cache_size(), module._decode._cache_size())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_conventional_decoding_copies_states_of_ended_rows_only_to_keep_them(model, kept):
+    control, carry = module.start(
+        model,
+        module.as_prompt(PROMPTS),
+        max_new_tokens=N,
+        key=None,
+        sampling=module.Sampling(),
+        stops=(None, None),
+        pad_token=0,
+        capacity=N,
+        cache_size=None,
+        decode="recurrent",
+        state=None,
+        ragged=kept,
+        unstack=True,
+    )
+    text = module._decode.lower(model, carry, control, True, kept).as_text()
+    shape = "x".join(map(str, carry.state.cache.layers[0][0].state.shape))
+    selects = [line for line in text.splitlines() if "stablehlo.select" in line]
+    assert bool([line for line in selects if f"tensor<{shape}xf32>" in line]) == kept
 
 
 def test_prompts_of_length_zero(model):

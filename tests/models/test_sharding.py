@@ -181,7 +181,7 @@ def test_generate_equals_one_device(family, mesh_shape):
         ragged=False,
         unstack=True,
     )
-    shapes, _ = moved(module._decode.lower(model, carry, control, True))
+    shapes, _ = moved(module._decode.lower(model, carry, control, True, False))
     assert bool(shapes) == (mesh_shape != (8, 1))
     # Every part of a state is larger than the logits of a device's rows.
     mixer = carry.state.cache.layers[0][0]

@@ -105,7 +105,7 @@ def test_peak_memory_is_weights_their_unstacked_copy_and_the_cache(family, patte
     bound = 1.05 * size((model, copied, carry))
     for lowered in (
         generation._prefill.lower(model, prompt, state, control, N, True),
-        module._decode.lower(model, carry, control, True),
+        module._decode.lower(model, carry, control, True, True),
     ):
         memory = lowered.compile().memory_analysis()
         assert memory.alias_size_in_bytes >= size(carry.state.cache.layers)

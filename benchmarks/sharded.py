@@ -524,7 +524,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--dtype", choices=LIMITS, default="bfloat16", help="of the timed model")
     parser.add_argument("--scheme", choices=SCHEMES, nargs="+", default=["conventional", "replay"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--window", type=int, default=16, help="replay window")
     parser.add_argument("--steps", type=int, default=48, help="of one run, whole windows")
     parser.add_argument("--check-batch", type=int, default=8, help="rows of the float32 check")
@@ -546,6 +546,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="trace a run for the share of time in collectives",
     )
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the JSON file")
+    parser.add_argument("--add", action="store_true", help="keep the file's rows of other cases")
     args = parser.parse_args(argv)
     if args.tiny:
         args.vocab, args.batch, args.layers = 60, [4 * args.devices], min(args.layers or 4, 4)
@@ -577,7 +578,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     rows: list[harness.Row] = []
     refused = False
-    options = {key: value for key, value in vars(args).items() if key != "out"}
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "add")}
     path = None
     for family in args.family:
         for found in measure(family, args, console):
@@ -587,7 +588,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             rows.append(found)
             console.print(describe(found), highlight=False, soft_wrap=True)
-            path = harness.save("sharded", rows, options, args.out)  # a later case may fail
+            # A later case may fail.
+            path = harness.save("sharded", rows, options, args.out, add=args.add)
     if path is not None:
         console.print(f"written to {path}")
     return int(refused)

@@ -171,6 +171,24 @@ def window_table(record: Record) -> str:
     return markdown(head, (cells(*key, case) for key, case in fills(record).items()))
 
 
+def windows_table(record: Record) -> str:
+    """Microseconds of a step, conventional → replay, over the window."""
+    grouped: dict[tuple[str, int], dict[int, Mapping[str, Any]]] = {}
+    for row in record["rows"]:
+        window = row["extra"]["window"]
+        name = label(row).removesuffix(f", window {window}")
+        grouped.setdefault((name, row["batch"]), {})[window] = row
+    windows = sorted({window for case in grouped.values() for window in case})
+    head = ["conventional → replay, us", "batch", *(f"window {n}" for n in windows)]
+    return markdown(
+        head,
+        (
+            [name, str(batch), *(_times(case.get(n)) for n in windows)]
+            for (name, batch), case in grouped.items()
+        ),
+    )
+
+
 def sharded_table(record: Record) -> str:
     """Microseconds of a model's step on one device and on several, with the efficiency."""
     rows: dict[tuple[str, str, int], dict[str, Mapping[str, Any]]] = {}
@@ -318,6 +336,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "kernels": kernel_table,
     "implementations": implementations_table,
     "window": window_table,
+    "windows": windows_table,
     "sharded": sharded_table,
     "sharded-summary": sharded_summary,
     "peers": peers_table,

@@ -251,9 +251,7 @@ def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool, ragg
     return while_loop(unfinished, body, carry, window=model.config.replay_window)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("chunk", "unstack", "ragged"), donate_argnames="carry"
-)
+@functools.partial(jax.jit, static_argnames=("chunk", "unstack", "ragged"), donate_argnames="carry")
 def _decode_chunk(
     model: HybridLM, carry: Carry, control: Control, chunk: int, unstack: bool, ragged: bool
 ) -> Carry:

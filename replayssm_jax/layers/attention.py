@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from replayssm_jax.layers.activations import default_kernel_init
+from replayssm_jax.layers.apart import apart
 from replayssm_jax.layers.cache import KVCache
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
@@ -141,12 +142,13 @@ class Attention(CachedLayer):
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
         del mode
         lead = x.shape[:2]
-        q = self.q_proj(x).reshape(*lead, self.num_heads, -1)
+        for_q, for_k, for_v = apart(x, 3)
+        q = self.q_proj(for_q).reshape(*lead, self.num_heads, -1)
         gate = None
         if self.output_gate:
             q, gate = jnp.split(q, 2, axis=-1)
-        k = self.k_proj(x).reshape(*lead, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(*lead, self.num_kv_heads, self.head_dim)
+        k = self.k_proj(for_k).reshape(*lead, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(for_v).reshape(*lead, self.num_kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q = rotate(q, span.positions, dim=self.rope_dim, base=self.rope_base)

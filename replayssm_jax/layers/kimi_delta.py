@@ -20,6 +20,7 @@ from replayssm_jax.layers.activations import (
     default_dt_bias_init,
     default_kernel_init,
 )
+from replayssm_jax.layers.apart import apart
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
@@ -147,12 +148,11 @@ class KimiDeltaAttention(ReplayMixer):
         """Project `x` once for everything that the layer needs."""
         spec = self.spec
         lead = x.shape[:2]
+        x, decay_in, gate_in = apart(x, 3)
         parts = self.in_proj(x).reshape(*lead, spec.num_heads, -1)
         channels, b = jnp.split(parts, [2 * spec.key_dim + spec.value_dim], axis=-1)
-        if self.gate_in_proj is None:
-            decay_in = gate_in = x
-        else:
-            decay_in, gate_in = jnp.split(self.gate_in_proj(x), 2, axis=-1)
+        if self.gate_in_proj is not None:
+            decay_in, gate_in = jnp.split(self.gate_in_proj(gate_in), 2, axis=-1)
         a = self.decay_proj(decay_in).reshape(*lead, spec.num_heads, spec.key_dim)
         z = self.gate_proj(gate_in).reshape(*lead, spec.num_heads, spec.value_dim)
         return channels.reshape(*lead, -1), _Rest(z, b[..., 0], a)

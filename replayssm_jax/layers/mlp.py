@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from replayssm_jax.layers.activations import ACTIVATIONS, default_kernel_init
+from replayssm_jax.layers.apart import apart
 
 
 class MLP(nnx.Module):
@@ -50,7 +51,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map x [..., d_model] to [..., d_model]."""
         act = ACTIVATIONS[self.activation]
-        up = self.up_proj(x)
         if self.gate_proj is None:
-            return self.down_proj(act(up))
-        return self.down_proj(act(self.gate_proj(x)) * up)
+            return self.down_proj(act(self.up_proj(x)))
+        for_gate, for_up = apart(x, 2)
+        return self.down_proj(act(self.gate_proj(for_gate)) * self.up_proj(for_up))

@@ -99,6 +99,19 @@ def test_window_table():
     )
 
 
+def test_windows_table():
+    rows = [
+        row(us, 75.0, batch=256, family="gated_delta_net", case=f"{GDN['case']}, window {window}")
+        | {"read_dtype": "int8", "extra": {"window": window}}
+        for us, window in ((30.0, 32), (25.0, 16))
+    ]
+    assert tables.windows_table(record(*rows)).splitlines() == [
+        "| conventional → replay, us | batch | window 16 | window 32 |",
+        "| --- | ---: | ---: | ---: |",
+        "| GDN, int8 read copy, 32 heads | 256 | 75.0 → 25.0 (3.00x) | 75.0 → 30.0 (2.50x) |",
+    ]
+
+
 def test_sharded_table():
     extra = {"collectives": {"all-reduce f32[8]": 3}, "collective_share": 0.125, "efficiency": 0.9}
     facts = {"case": "like a model, 8 blocks", "family": "mamba2", "batch": 512}

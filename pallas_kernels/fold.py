@@ -65,7 +65,7 @@ class Fold(Solve):
         if sm.row_total is not None:
             total = self.over_rows(self.load_heads(sm.total))
             store(sm.row_total, zeros(self.shape, self.layout) + total)
-        self.make_fold_keys(operand_rows())
+        self.make_fold_keys()
         plgpu.commit_smem()
 
         @pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())
@@ -170,9 +170,9 @@ class Fold(Solve):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
 
-    def make_fold_keys(self, layout: Any) -> None:
+    def make_fold_keys(self) -> None:
         """The window's keys as bf16 terms in shared memory, dead ones zero."""
-        p, sm = self.p, self.sm
+        p, sm, layout = self.p, self.sm, operand_rows()
         masked = {}
         for first in blocks(p.padded_window):
             keys = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
@@ -187,19 +187,19 @@ class Fold(Solve):
                 for b, term in enumerate(terms):
                     store(sm.fold_key.at[b, here], term)
 
-    def fold_records(self, first: int, i: Any, layout: Any, given: jax.Array | None) -> jax.Array:
+    def fold_records(self, first: int, i: Any, given: jax.Array | None) -> jax.Array:
         """The 16 weighted records from `first` on, in the rows of state tile i; dead ones zero."""
         here = pl.ds(first, BLOCK)
         if given is None:
-            given = load(self.tile_rows(self.sm.record, here, i=i), layout)
+            given = load(self.tile_rows(self.sm.record, here, i=i), RECORDS)
         records = given.astype(F32)
         if self.sm.weight is not None:
-            records = records * self.tile_weights(here, i, layout)
-        return self.mask_dead(records, first, layout)
+            records = records * self.tile_weights(here, i)
+        return self.mask_dead(records, first, RECORDS)
 
-    def tile_weights(self, here: Any, i: Any, layout: Any) -> jax.Array:
+    def tile_weights(self, here: Any, i: Any) -> jax.Array:
         """Weights of 16 records in the rows of state tile i, which may be of several heads."""
-        shape, rows = (BLOCK, TILE), self.c.rows
+        shape, rows, layout = (BLOCK, TILE), self.c.rows, RECORDS
 
         def of_head(head: Any) -> jax.Array:
             weight = load(self.sm.weight.at[here, head], layout.reduce(1))
@@ -217,13 +217,13 @@ class Fold(Solve):
         return weights
 
     def mask_dead(self, x: jax.Array, first: int, layout: Any) -> jax.Array:
-        """Zero the dead ones of the 16 records [16, n] from `first` on, whatever they hold."""
+        """Zero the dead ones of the records [16 m, n] from `first` on, whatever they hold."""
         index = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout)
         return jnp.where(index + first < self.length, x, jnp.zeros((), x.dtype))
 
     def record_terms(self, first: int, i: Any, given: jax.Array | None) -> list[jax.Array]:
         """[64, 16] weighted records from `first` on in the rows of state tile i, as bf16 terms."""
-        records = self.fold_records(first, i, RECORDS, given)
+        records = self.fold_records(first, i, given)
         if self.mode.interpret:
             records = records.T
         else:

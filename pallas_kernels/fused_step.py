@@ -29,11 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tf32
-from pallas_kernels.configs import choose, why_not
+from pallas_kernels.configs import choose, completed, why_not
 from pallas_kernels.fold import Fold, gather
 from pallas_kernels.layouts import (
     broadcast,
-    decay,
     is_replicated,
     load,
     spread,
@@ -139,6 +138,7 @@ class Step(Fold):
         self.gates = spread(*((8, config.heads) if config.heads > 1 else (8,)), vector=1)
         # The ring whose rows are the records.
         self.records = ring.update if problem.delta else ring.value
+        self.values = ring.value
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
@@ -338,10 +338,6 @@ class Step(Fold):
         layout = self.gates.reduce(0)
         return zeros((self.c.heads,), layout) if ref is None else load(ref.at[index], layout)
 
-    def decay(self, log: jax.Array, layout: Any) -> jax.Array:
-        """exp of what keys and columns decay by, of which there are many."""
-        return decay(log, layout, interpret=self.mode.interpret)
-
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
         sm = self.sm
@@ -353,7 +349,7 @@ class Step(Fold):
             if is_replicated(self.p.key_dim):
                 plgpu.commit_smem()
             for j, key, log in reversed([*zip(block, keys, decays, strict=True)]):
-                store(sm.gate.at[j], key * self.decay(since, self.channels))
+                store(sm.gate.at[j], key * self.exp(since, self.channels))
                 since = since + jnp.where(j < self.length, log, 0.0)
             return since
 
@@ -385,7 +381,7 @@ class Step(Fold):
             for c in self.columns_of(t):
                 value = load(self.raw_column(c), self.channels).astype(F32)
                 if since is not None:
-                    value = value * self.decay(since, self.channels)
+                    value = value * self.exp(since, self.channels)
                     store(sm.column.at[c], value)
                 if sm.operand is not None:
                     rest = value if window is None else value * window
@@ -715,7 +711,7 @@ class Step(Fold):
             for i in range(min(first + 4, p.num_tokens) - 1, -1, -1):
                 key = spread_rows(load(sm.k.at[i], layout.reduce(0)).astype(F32))
                 if since is not None:
-                    key = key * self.decay(since, layout)
+                    key = key * self.exp(since, layout)
                 for kind, column in enumerate(columns):
                     found.append((i, kind * p.token_rows + first, jnp.sum(column * key, axis=1)))
                 if i:
@@ -886,7 +882,8 @@ class Step(Fold):
         for place, value in tokens:
             store(place, value)
         if self.mode.append and p.num_tokens > 1:
-            # Here once, with registers to spare for many addresses: no program reads these slots.
+            # Here once, with registers to spare for many addresses: to other programs that read
+            # these slots they are dead.
             for t in range(p.num_tokens):
                 self.append_shared(t, self.due)
         if p.channel:
@@ -947,7 +944,7 @@ class Step(Fold):
         """What the fold's solve needs of the raw records, before others take their place."""
         for first, beta in self.gates_of_window(self.ring.beta).items():
             store(self.gate_rows(self.sm.solve_beta, first), self.live_gates(first, beta))
-        self.prepare_solve(self.ring.value)
+        self.prepare_solve()
 
     def idle(self) -> None:
         """A row without new tokens: zero outputs, everything else stays."""
@@ -997,7 +994,7 @@ def launch(
     reason = why_not(problem, mode)
     if reason:
         raise ValueError(reason)
-    config = config or choose(problem, mode)
+    config = choose(problem, mode) if config is None else completed(problem, config)
     assert config is not None
     p = problem
 

@@ -166,9 +166,7 @@ class Problem:
 
     @property
     def read_terms(self) -> int:
-        """bf16 terms that hold what steps read: exactly in a copy, in fp32 to its accuracy."""
-        if self.read_dtype is None:
-            return 3
+        """bf16 terms that hold what a read copy has, exactly."""
         return 2 if self.read_dtype == jnp.float16 else 1
 
 

@@ -79,14 +79,13 @@ def tile_terms(x: jax.Array, count: int) -> list[jax.Array]:
 def operand_layouts(contracted: int, itemsize: int = 2) -> tuple[Any, Any]:
     """Layouts of the operands [m, k], in memory of this itemsize, and [k, n] of `multiply`.
 
-    Wherever k allows it a lane holds 16 bytes and more that lie together, in an order in which
-    eight lanes read all banks of a swizzled tile of float32.
+    Wherever k allows it a lane holds 16 bytes and more that lie together.
     """
     if contracted % 32:
         return LHS, RHS
     if itemsize == 1:
         return (_WIDE_LHS[1], _WIDEST_RHS) if contracted % 64 == 0 else (_WIDE_LHS[2], _WIDE_RHS)
-    return _WIDE_LHS[itemsize], _WIDE_RHS
+    return _WIDE_LHS[2], _WIDE_RHS
 
 
 def operand_width(contracted: int) -> int:

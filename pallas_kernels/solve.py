@@ -50,6 +50,8 @@ class Solve(Program):
     start: jax.Array
     length: jax.Array
     fresh: jax.Array
+    # The ring's [B, R, H, P] that has the raw values.
+    values: Any
 
     def __init__(
         self,
@@ -73,14 +75,9 @@ class Solve(Program):
         """Slot of record j of the window."""
         return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
 
-    def prepare_solve(self, value: Any) -> None:
-        """What the systems of all state rows share, from the keys and gates of the window.
-
-        Args:
-          value: the ring's, [B, R, H, P] in device memory, which is read later.
-        """
+    def prepare_solve(self) -> None:
+        """What the systems of all state rows share, from the keys and gates of the window."""
         p = self.p
-        self.value = value
         if p.channel:
             self.make_decays()
         else:
@@ -301,7 +298,7 @@ class Solve(Program):
     def load_values(self, i: Any, first: int) -> jax.Array:
         """Raw values of 16 records in the rows of state tile i, from device memory, [64, 16]."""
         interpret = self.mode.interpret
-        values = [x.astype(F32) for x in self.load_rows(self.value, i, first)]
+        values = [x.astype(F32) for x in self.load_rows(self.values, i, first)]
         values = [value.T if interpret else transpose(value, ACC) for value in values]
         if len(values) == 1:  # a short window
             values.append(zeros((TILE, 8), ACC))

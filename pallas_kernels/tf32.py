@@ -1,7 +1,8 @@
-"""Products of float32 values with fp32 accuracy on tensor cores that multiply TF32.
+"""Products of float32 values, to 1e-6 of each, on tensor cores that multiply TF32.
 
 A value is two terms, the second of which is what the first leaves: fewer instructions than three
-terms in bf16. Tensor cores take the upper 19 bits of each.
+terms in bf16. Tensor cores take the upper 19 bits of each: of the 13 bits that the second may have
+they lose up to two, and the product of two second terms is left out.
 
 A warp-level product has [16, 8] operands from the left and [8, 8] from the right. Lane l of four
 has k = l and l + 4 of the eight; here it gives two neighbours instead, in both operands, since a
@@ -102,7 +103,7 @@ class TileProducts:
                 pair = (i, i + 1)
                 for n, halves in enumerate(zip(self.halves[::2], self.halves[1::2], strict=True)):
                     if term and all(x is not None and x[1] for x in halves):
-                        continue  # below fp32 rounding
+                        continue  # at most 2^-21 of the product
                     values = [
                         nothing if x is None else left[x[1]][x[0], j] for j in pair for x in halves
                     ]

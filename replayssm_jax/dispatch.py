@@ -36,7 +36,7 @@ _interpreting = contextvars.ContextVar("interpreting", default=False)
 def interpreted_kernels() -> Iterator[None]:
     """Within it, implementation="mosaic_gpu" runs in the Mosaic GPU interpreter on the CPU.
 
-    For tests: it checks values, races and addresses, thousands of times slower than a GPU.
+    For tests: it checks values and addresses, thousands of times slower than a GPU.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
 

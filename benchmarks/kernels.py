@@ -534,9 +534,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if changed:
             names = ", ".join("--" + name.replace("_", "-") for name in changed)
             parser.error(f"--fills times one token with a window of 16, found {names}")
-    for count, window in itertools.product(args.tokens, args.window or [16]):
-        if count > window:
-            parser.error(f"--tokens must fit in the window of {window}, found {count}")
+    for layer, count in itertools.product(args.layer, args.tokens):
+        for window in args.window or [default_window(layer, count)]:
+            if count > window:
+                parser.error(f"--tokens must fit in the window of {window}, found {count}")
     if not list(cases_of(args)):
         parser.error("--accepted half needs --tokens of at least 2, found 1")
     args.implementation = args.implementation or [

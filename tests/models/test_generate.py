@@ -367,7 +367,7 @@ def compiled_loop(model, unstack=True):
         ragged=False,
         unstack=unstack,
     )
-    return carry, module._decode.lower(model, carry, control, unstack).compile().as_text()
+    return carry, module._decode.lower(model, carry, control, unstack, False).compile().as_text()
 
 
 def test_the_compiled_loop_has_no_conditional_and_copies_no_checkpoint(model):

@@ -19,6 +19,7 @@ from replayssm_jax.models.mtp import MTPHeads
 from replayssm_jax.prompts import Prompt
 from replayssm_jax.sampling import Sampling, draw_from, shape_logits
 from replayssm_jax.spec import check_int, round_up
+from replayssm_jax.state import check_type
 
 # Folded into a row's key: the target folds positions, which are smaller.
 _DRAFTING = 1 << 31
@@ -64,6 +65,7 @@ class Drafter(Protocol):
     """What `speculative_generate` asks of a drafter; all of it runs inside one compiled loop.
 
     A drafter whose attribute `reads_hidden` is true finds the target's hidden state in its turns.
+    One with an attribute `vocab_size`, unless it is None, needs a target with that vocabulary.
     """
 
     @property
@@ -86,6 +88,11 @@ class Drafter(Protocol):
 def reads_hidden(drafter: Drafter) -> bool:
     """Whether a drafter asks for `Turn.hidden`; one without the attribute does not."""
     return bool(getattr(drafter, "reads_hidden", False))
+
+
+def _vocab_size(model: HybridLM) -> int:
+    check_type("the drafter's model", model, HybridLM)
+    return model.config.vocab_size
 
 
 class NGramState(NamedTuple):
@@ -218,6 +225,11 @@ class ModelDrafter:
     model: HybridLM
     num_drafts: int = 3
 
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the draft model."""
+        return _vocab_size(self.model)
+
     def start(self, prompt: Prompt, capacity: int) -> ModelDrafterState:
         """Prefill the draft model."""
         tokens, valid = prompt
@@ -291,6 +303,11 @@ class MTPDrafter:
     model: HybridLM
     num_drafts: int = 3
     reads_hidden: ClassVar[bool] = True
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary of the model that the heads read."""
+        return _vocab_size(self.model)
 
     def start(self, prompt: Prompt, capacity: int) -> tuple[()]:
         """Check the widths: there is no state."""
@@ -390,6 +407,11 @@ class AdaptiveDrafter:
     def reads_hidden(self) -> bool:
         """Whether the other drafter does."""
         return reads_hidden(self.drafter)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The other drafter's vocabulary, where it names one."""
+        return getattr(self.drafter, "vocab_size", None)
 
     def start(self, prompt: Prompt, capacity: int) -> AdaptiveState:
         """Start the other drafter; nothing is known of its drafts."""

@@ -29,6 +29,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import as_prompt
 from replayssm_jax.sampling import Sampling, draw
+from replayssm_jax.spec import check_int
 from replayssm_jax.stopping import StopReason
 
 
@@ -101,7 +102,7 @@ def generate(
     Raises:
       TypeError, ValueError: wrong shapes or dtypes, tokens or sampling options out of range, a
         temperature without a key, an empty prompt without `bos_token`, a prompt that is longer
-        than the cache.
+        than the cache, a state of another model. The state is then as it was.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     width, capacity = widths(max_new_tokens, capacity)
@@ -156,33 +157,32 @@ def stream(
       chunk: tokens that are decoded for each call of the device. Tokens arrive sooner with 1, and
         faster with the model's replay window.
       **options: the rest of `generate`'s arguments, without `return_state`.
+
+    Raises:
+      TypeError, ValueError: as `generate`, once the first tokens are asked for; a `chunk` that is
+        no integer of at least 1, an unknown argument.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, found {chunk}")
+    check_int("chunk", chunk)
+    unknown = sorted(options.keys() - _OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"stream got unknown arguments {unknown}")
     if len(prompt) == 0:
         return
-    _, capacity = widths(max_new_tokens, options.pop("capacity", None))
-    state, unstack = options.pop("state", None), options.pop("unstack", True)
+    given = {**_OPTIONS, **options}
+    _, capacity = widths(max_new_tokens, given.pop("capacity"))
+    state, unstack = given["state"], given["unstack"]
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    masks = {name: options.pop(name, None) for name in ("lengths", "valid", "bos_token")}
+    masks = {name: given.pop(name) for name in ("lengths", "valid", "bos_token")}
     control, carry = start(
         model,
         as_prompt(prompt, continues=state is not None, vocab_size=model.config.vocab_size, **masks),
         max_new_tokens=max_new_tokens,
-        key=options.pop("key", None),
-        sampling=Sampling(**{name: options.pop(name, None) for name in names}),
-        stops=(options.pop("stop_tokens", None), options.pop("stop_sequences", None)),
-        pad_token=options.pop("pad_token", 0),
+        sampling=Sampling(**{name: given.pop(name) for name in names}),
+        stops=(given.pop("stop_tokens"), given.pop("stop_sequences")),
         capacity=capacity,
-        cache_size=options.pop("cache_size", None),
-        decode=options.pop("decode", "replay"),
-        state=state,
         ragged=state is not None,
-        unstack=unstack,
-        rounding_key=options.pop("rounding_key", None),
+        **given,
     )
-    if options:
-        raise TypeError(f"stream got unknown arguments {sorted(options)}")
     lengths = np.zeros_like(np.asarray(carry.counts))
     done = np.asarray(carry.done)
     sent = 0
@@ -193,6 +193,14 @@ def stream(
         for column in range(sent, int(lengths.max())):
             yield tokens[:, column]
         sent = int(lengths.max())
+
+
+# The rest of generate's arguments and their defaults, of which a stream returns no state.
+_OPTIONS: dict[str, Any] = {
+    name: p.default
+    for name, p in inspect.signature(generate).parameters.items()
+    if p.default is not p.empty and name != "return_state"
+}
 
 
 def _body(model: HybridLM, control: Control, ragged: bool, carry: Carry) -> Carry:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.layers.mixer import Decode
+from replayssm_jax.layers.mixer import Decode, check_decode
+from replayssm_jax.models.arguments import check_cache, check_end
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
-from replayssm_jax.prompts import Prompt, bucket, known
+from replayssm_jax.prompts import Prompt, bucket
 from replayssm_jax.sampling import Sampling, row_keys
 from replayssm_jax.spec import check_int, round_up
+from replayssm_jax.state import check_type
 from replayssm_jax.stopping import StopReason, Stops
 
 
@@ -130,8 +133,13 @@ def start(
     unstack: bool,
     rounding_key: jax.Array | None = None,
     keeps_hidden: bool = False,
+    trace: Callable[[Control, Carry], Any] | None = None,
 ) -> tuple[Control, Carry]:
-    """Check the arguments and prefill."""
+    """Check the arguments, then prefill, to which a `state` is donated.
+
+    `trace` is called between the two, with a carry of `jax.ShapeDtypeStruct`: what it refuses does
+    not cost the state.
+    """
     batch_size, width = prompt.tokens.shape
     keys = row_keys(key, batch_size)
     if sampling.temperature is not None and keys is None:
@@ -144,6 +152,7 @@ def start(
     limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
     if cache_size is not None:
         check_int("cache_size", cache_size)
+    check_decode(decode)
     if state is None:
         state = _init(
             model,
@@ -155,22 +164,20 @@ def start(
             unstack=unstack,
             rounding_key=rounding_key,
         )
-    elif state.logits.shape[0] != batch_size:
-        raise ValueError(
-            f"the state has {state.logits.shape[0]} rows, the prompt {batch_size}: a row with "
-            "nothing to add is an empty list"
-        )
-    elif rounding_key is not None:
-        raise ValueError("rounding_key goes with new states: the given state has its own or none")
-    elif sampling.repetition_penalty is not None and state.seen is None:
-        raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
+    else:
+        _check_state(model, state, batch_size, unstack)
+        if rounding_key is not None:
+            raise ValueError("rounding_key goes with new states: the given one has its own or none")
+        if sampling.repetition_penalty is not None and state.seen is None:
+            raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
     if keeps_hidden and state.hidden is None:
         # A state of `generate` has none: the first drafts then follow from zeros.
         hidden = jnp.zeros((batch_size, model.config.d_model), model.dtype)
         state = dataclasses.replace(state, hidden=hidden)
     elif not keeps_hidden:
         state = dataclasses.replace(state, hidden=None)
-    _check_room(prompt, state.cache)
+    counts: Any = width if prompt.valid is None else jnp.sum(prompt.valid, axis=1, dtype=jnp.int32)
+    check_end(state.cache.progress.position + counts, counts, state.cache.size)
     control = Control(
         sampling=sampling,
         stops=Stops.make(batch_size, *stops),
@@ -178,7 +185,57 @@ def start(
         limits=limits,
         pad_token=jnp.asarray(pad_token, jnp.int32),
     )
-    return control, _prefill(model, prompt, state, control, capacity, unstack)
+    args = model, prompt, state, control, capacity, unstack
+    if trace is not None:
+        trace(control, _prefill.eval_shape(*args))
+    return control, _prefill(*args)
+
+
+def check_generate_state(state: Any) -> None:
+    """Raise TypeError unless `state` is a `GenerateState` with the cache of a model."""
+    check_type("state", state, GenerateState)
+    check_cache(state.cache, "state.cache")
+
+
+def _check_state(model: HybridLM, state: GenerateState, batch_size: int, unstack: bool) -> None:
+    """Raise unless `state` has the rows of the prompt and is one that the model could have left."""
+    check_generate_state(state)
+    cache = state.cache
+    if state.logits.shape[0] != batch_size:
+        raise ValueError(
+            f"the state has {state.logits.shape[0]} rows, the prompt {batch_size}: a row with "
+            "nothing to add is an empty list"
+        )
+    wanted = _init.eval_shape(
+        model,
+        batch_size,
+        cache.size or 1,
+        decode=cache.decode,
+        ragged=cache.pointer is None or cache.pointer.is_ragged,
+        penalised=state.seen is not None,
+        unstack=unstack,
+    )
+    if state.hidden is not None:
+        hidden = jax.ShapeDtypeStruct((batch_size, model.config.d_model), model.dtype)
+        wanted = dataclasses.replace(wanted, hidden=hidden)
+    want, have = _fields(wanted), _fields(state)
+    for name in {**want, **have}:
+        if want.get(name) != have.get(name):
+            raise ValueError(
+                f"state{name} must be {want.get(name)}, found {have.get(name)}: a state goes on "
+                "with the model that it came from, and with the same unstack"
+            )
+
+
+def _fields(state: GenerateState) -> dict[str, str]:
+    """Shapes of a state's arrays, with the dtypes that its model fixes."""
+    fields = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path)
+        if not name.endswith(".rounding_key"):  # which a state may have or not
+            # KV caches and histories of convolutions are in any dtype.
+            fields[name] = f"{x.dtype.name if '.state' in name else 'array'}{list(x.shape)}"
+    return fields
 
 
 @functools.partial(
@@ -205,23 +262,6 @@ def _init(
         logits=jnp.zeros(shape, jnp.float32),
         seen=jnp.zeros(shape, bool) if penalised else None,
     )
-
-
-def _check_room(prompt: Prompt, cache: HybridCache) -> None:
-    size = cache.size
-    if size is None:
-        return
-    valid = prompt.valid
-    used: Any = cache.progress.position
-    counts: Any = prompt.tokens.shape[1]
-    if valid is not None:
-        counts = jnp.sum(valid, axis=1, dtype=jnp.int32)
-    total = known(used + counts)
-    if total is None:
-        return
-    longest = int(total.max())
-    if longest > size:
-        raise ValueError(f"the prompt needs {longest} positions, the cache holds {size}")
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "unstack"), donate_argnames="state")

@@ -23,7 +23,7 @@ def _gate_dtype(*arrays: jax.Array) -> Any:
     return jnp.float64 if wide else jnp.float32
 
 
-def _check_arrays(**arrays: Any) -> None:
+def check_arrays(**arrays: Any) -> None:
     """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
     for name, array in arrays.items():
         if not hasattr(array, "dtype"):
@@ -40,7 +40,7 @@ def _add_bias(x: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
     x = x.astype(dtype)
     if bias is None:
         return x
-    _check_arrays(dt_bias=bias)
+    check_arrays(dt_bias=bias)
     return x + jnp.broadcast_to(bias.astype(dtype), x.shape)
 
 
@@ -97,7 +97,7 @@ class TokenInputs:
           dt_bias: [H] or None.
           dt_limits: lower and upper limit of dt after the softplus.
         """
-        _check_arrays(x=x, dt=dt, B=B, C=C, A_log=A_log)
+        check_arrays(x=x, dt=dt, B=B, C=C, A_log=A_log)
         dtype = _gate_dtype(x, dt, A_log)
         step = jnp.clip(jax.nn.softplus(_add_bias(dt, dt_bias, dtype)), *dt_limits)
         return cls(q=C, k=B, v=x, g=_rate(A_log, step, dtype) * step, beta=step)
@@ -127,7 +127,7 @@ class TokenInputs:
           A_log: [H].
           dt_bias: [H] or None.
         """
-        _check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
+        check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
         dtype = _gate_dtype(v, a, A_log)
         rate = jax.nn.softplus(_add_bias(a, dt_bias, dtype))
         return cls._delta(q, k, v, _rate(A_log, rate, dtype) * rate, b, dtype)
@@ -161,7 +161,7 @@ class TokenInputs:
           dt_bias: [H, N] or None.
           lower_bound: None, or the least log-decay of the bounded gate.
         """
-        _check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
+        check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
         dtype = _gate_dtype(v, a, A_log)
         raw = _add_bias(a, dt_bias, dtype)
         if lower_bound is None:
@@ -197,7 +197,7 @@ def check_inputs(
     """
     if not isinstance(inputs, TokenInputs):
         raise TypeError(f"inputs must be TokenInputs, found {type(inputs).__name__}")
-    _check_arrays(**vars(inputs))
+    check_arrays(**vars(inputs))
     if inputs.v.ndim == 3:
         raise ValueError(
             f"v must have shape [B, T, H, P], found {inputs.v.shape}: add the time axis to every "

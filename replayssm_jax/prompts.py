@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.models.arguments import check_vocabulary
+
 SMALLEST_BUCKET = 16
 
 
@@ -80,7 +82,7 @@ def as_prompt(
     if not continues:
         result = _with_bos(result, bos_token)
     if vocab_size is not None:
-        _check_vocabulary(result, vocab_size)
+        check_vocabulary(result.tokens, result.valid, vocab_size)
     return result
 
 
@@ -100,15 +102,6 @@ def _token_list(row: Any) -> np.ndarray:
     if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"prompt must hold integer tokens, found {tokens.dtype.name}")
     return tokens.astype(np.int32)
-
-
-def _check_vocabulary(prompt: Prompt, vocab_size: int) -> None:
-    tokens, valid = known(prompt.tokens), known(True if prompt.valid is None else prompt.valid)
-    if tokens is None or valid is None:
-        return
-    wrong = valid & ((tokens < 0) | (tokens >= vocab_size))
-    if wrong.any():
-        raise ValueError(f"tokens must lie in [0, {vocab_size}), found {tokens[wrong][0]}")
 
 
 def _check_lengths(lengths: Any, batch_size: int, width: int) -> None:

@@ -15,12 +15,14 @@ from replayssm_jax.generation import (
     Control,
     GenerateOutput,
     GenerateState,
+    check_generate_state,
     empty_output,
     room,
     start,
     widths,
 )
-from replayssm_jax.models.hybrid import HybridLM, check_rolls_back
+from replayssm_jax.models.arguments import check_rolls_back
+from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import Prompt, as_prompt
 from replayssm_jax.sampling import Draw, Sampling, draw, draw_from, score, shape_logits
@@ -129,10 +131,11 @@ def speculative_generate(
 
     Raises:
       TypeError, ValueError: as `generate`; more drafts than the model's `max_tokens` allow; a
-        state whose rows move together or cannot roll back; drafts of wrong shapes or dtypes.
+        state whose rows move together or cannot roll back; drafts of wrong shapes or dtypes; a
+        drafter's model with another vocabulary.
     """
     most = model.config.max_tokens
-    _check_drafter(drafter)
+    _check_drafter(drafter, model.config.vocab_size)
     if drafter.num_drafts >= most:
         raise ValueError(
             f"{drafter.num_drafts} drafts need a model with max_tokens={drafter.num_drafts + 1}, "
@@ -145,6 +148,7 @@ def speculative_generate(
             **vars(empty), proposed=empty.lengths, accepted=jnp.zeros_like(empty.lengths)
         )
     if state is not None:
+        check_generate_state(state)
         check_rolls_back(state.cache)
         if state.cache.pointer is not None and not state.cache.pointer.is_ragged:
             raise ValueError(
@@ -158,8 +162,13 @@ def speculative_generate(
         continues=state is not None,
         vocab_size=model.config.vocab_size,
     )
-    # Before a state is donated: what the drafter refuses must not cost it.
+    # Before a state is donated: what the drafter refuses must not cost it. So the loop is traced
+    # first, too, and the call below finds that trace.
     drafting = _start_drafting(drafter, prompt, capacity, unstack)
+
+    def trace(control: Control, rows: Carry) -> None:
+        _speculate.eval_shape(model, drafter, rows, drafting, control, unstack)
+
     control, rows = start(
         model,
         prompt,
@@ -176,6 +185,7 @@ def speculative_generate(
         unstack=unstack,
         rounding_key=rounding_key,
         keeps_hidden=reads_hidden(drafter),
+        trace=trace,
     )
     loop = _speculate(model, drafter, rows, drafting, control, unstack)
     rows = loop.rows
@@ -191,7 +201,7 @@ def speculative_generate(
     )
 
 
-def _check_drafter(drafter: Drafter) -> None:
+def _check_drafter(drafter: Drafter, vocab_size: int) -> None:
     wanted = ("num_drafts", "start", "propose", "observe")
     missing = [name for name in wanted if not hasattr(drafter, name)]
     if missing or isinstance(drafter, type):
@@ -203,6 +213,12 @@ def _check_drafter(drafter: Drafter) -> None:
         raise TypeError(
             f"drafter must be a pytree, found {drafter!r}: register its class, with "
             "jax.tree_util.register_static where it holds no arrays"
+        )
+    found = getattr(drafter, "vocab_size", None)
+    if found not in (None, vocab_size):
+        raise ValueError(
+            f"drafter must have the target's vocabulary, vocab_size={vocab_size}, found "
+            f"vocab_size={found}"
         )
 
 

@@ -239,8 +239,7 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
       ValueError: a leaf with another shape, float64 without `jax_enable_x64`, or (where the value
         is known) more committed records than the window holds.
     """
-    if not isinstance(state, ReplayState):
-        raise TypeError(f"state must be a ReplayState, found {type(state).__name__}")
+    check_type("state", state, ReplayState)
     spec.check_x64()
     shape = state.checkpoint.shape
     if len(shape) != 4:
@@ -327,6 +326,12 @@ def concrete(x: Any) -> Any | None:
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
         return None
     return jax.device_get(x)
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Raise TypeError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, found {type(value).__name__}")
 
 
 def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -502,15 +507,7 @@ def insert(
             f"insert needs a rounding_key in both states or in none, found one in {with_keys} and "
             f"none in {without}: pass it to init_state"
         )
-    slots = check_array("slots", slots, (num_rows,), jnp.integer)
-    known = concrete(slots)
-    if known is not None:
-        if ((known < -1) | (known >= batch_size)).any():
-            raise ValueError(f"slots must lie in [-1, {batch_size}), found {known.tolist()}")
-        used = known[known >= 0].tolist()
-        if len(set(used)) != len(used):
-            raise ValueError(f"slots must be distinct, found {known.tolist()}")
-    return _insert(spec, state, slots, other)
+    return _insert(spec, state, check_slots(slots, num_rows, batch_size), other)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -518,15 +515,33 @@ def _insert(
     spec: ReplaySpec, state: ReplayState, slots: jax.Array, other: ReplayState
 ) -> ReplayState:
     batch_size, num_rows = state.checkpoint.shape[0], other.checkpoint.shape[0]
-    slots = slots.astype(jnp.int32)
-    in_range = (slots >= -1) & (slots < batch_size)
-    debug_check(lambda: jnp.all(in_range), "insert: slots out of range")
-    debug_check(lambda: _are_distinct(slots), "insert: a slot is named twice")
     # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
     slots = jnp.where((slots >= 0) & (slots < batch_size), slots, batch_size)
     rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows,)), other.pointer)
     other = dataclasses.replace(other, pointer=dataclasses.replace(rows, phase=state.pointer.phase))
     return jax.tree.map(lambda pool, new: pool.at[slots].set(new, mode="drop"), state, other)
+
+
+def check_slots(slots: Any, num_rows: int, batch_size: int) -> jax.Array:
+    """`slots` of `insert` as int32 [num_rows]; -1 touches none, the others are distinct.
+
+    Raises:
+      TypeError, ValueError: another dtype or shape, or (where the values are known) slots out of
+        [-1, batch_size) or a slot named twice.
+    """
+    slots = check_array("slots", slots, (num_rows,), jnp.integer)
+    known, slots = concrete(slots), slots.astype(jnp.int32)
+    if known is None:
+        in_range = (slots >= -1) & (slots < batch_size)
+        debug_check(lambda: jnp.all(in_range), "insert: slots out of range")
+        debug_check(lambda: _are_distinct(slots), "insert: a slot is named twice")
+        return slots
+    if ((known < -1) | (known >= batch_size)).any():
+        raise ValueError(f"slots must lie in [-1, {batch_size}), found {known.tolist()}")
+    used = known[known >= 0].tolist()
+    if len(set(used)) != len(used):
+        raise ValueError(f"slots must be distinct, found {known.tolist()}")
+    return slots
 
 
 def _are_distinct(slots: jax.Array) -> jax.Array:
@@ -548,23 +563,32 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     Raises:
       ValueError: wrong shape, or (where the values are known) rows out of [-1, B).
     """
-    batch_size = check_state(spec, state)
+    return _take(spec, state, check_rows(rows, check_state(spec, state)))
+
+
+def check_rows(rows: Any, batch_size: int) -> jax.Array:
+    """`rows` of `take` as int32 [B'].
+
+    Raises:
+      TypeError, ValueError: another dtype, another shape or no row, or (where the values are
+        known) rows out of [-1, batch_size).
+    """
     rows = jnp.asarray(rows)
     if rows.ndim != 1 or rows.shape[0] < 1:
         raise ValueError(f"rows must have shape (B',) with B' >= 1, found {rows.shape}")
     rows = check_array("rows", rows, rows.shape, jnp.integer)
-    known = concrete(rows)
-    if known is not None and ((known < -1) | (known >= batch_size)).any():
+    known, rows = concrete(rows), rows.astype(jnp.int32)
+    if known is None:
+        in_range = (rows >= -1) & (rows < batch_size)
+        debug_check(lambda: jnp.all(in_range), "take: rows out of range")
+    elif ((known < -1) | (known >= batch_size)).any():
         raise ValueError(f"rows must lie in [-1, {batch_size}), found {known.tolist()}")
-    return _take(spec, state, rows)
+    return rows
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     batch_size = state.checkpoint.shape[0]
-    rows = rows.astype(jnp.int32)
-    in_range = (rows >= -1) & (rows < batch_size)
-    debug_check(lambda: jnp.all(in_range), "take: rows out of range")
     rows = jnp.where(rows >= 0, rows, batch_size)
 
     def gather(x: jax.Array) -> jax.Array:

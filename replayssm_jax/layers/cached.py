@@ -86,7 +86,7 @@ class CachedLayer(nnx.Module):
 
     def reset(self, cache: Any, where: jax.Array) -> Any:
         """Empty the rows `where` [B] bool."""
-        return reset_rows(cache, where)
+        return reset_rows(cache, cache.progress.flags(where))
 
 
 def _check_rows(x: jax.Array, position: jax.Array) -> None:

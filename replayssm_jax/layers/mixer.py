@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,13 @@ from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import ReplayState, check_rounding_key, init_state, materialize
 
 Decode = Literal["replay", "recurrent", "snapshot"]
+
+
+def check_decode(decode: str) -> None:
+    """Raise ValueError unless it names a way to decode."""
+    if decode not in get_args(Decode):
+        raise ValueError(f'decode must be "replay", "recurrent" or "snapshot", found {decode!r}')
+
 
 # What runs through a layer: a conventional state goes with its keys.
 _State = ReplayState | Snapshots | Stored
@@ -79,6 +86,7 @@ class ReplayMixer(CachedLayer):
             stochastically; each layer needs its own.
         """
         del size
+        check_decode(decode)
         spec, keys = self.spec, None
         state: Any
         if decode == "replay":
@@ -86,7 +94,7 @@ class ReplayMixer(CachedLayer):
         elif decode == "recurrent":
             keys = check_rounding_key(spec, batch_size, rounding_key)
             state = zeros(spec.state_shape(batch_size), spec.state_dtype)
-        elif decode == "snapshot":
+        else:
             if is_scaled(spec.state_dtype) or rounding_key is not None:
                 raise ValueError(
                     "snapshots are plain arrays that are rounded to nearest, found "
@@ -94,10 +102,6 @@ class ReplayMixer(CachedLayer):
                     f"{'None' if rounding_key is None else 'a key'}"
                 )
             state = Snapshots.zeros(spec, batch_size)
-        else:
-            raise ValueError(
-                f'decode must be "replay", "recurrent" or "snapshot", found {decode!r}'
-            )
         history = self.conv.init_history(batch_size, dtype)
         return MixerCache(history, state, Progress.zeros(batch_size), keys)
 
@@ -131,6 +135,8 @@ class ReplayMixer(CachedLayer):
 
     def reset(self, cache: MixerCache, where: jax.Array) -> MixerCache:
         """Empty the rows `where` [B] bool, at the cost of moving their pointer."""
+        assert cache.progress is not None
+        where = cache.progress.flags(where)
         cache = super().reset(cache, where)
         if not isinstance(cache.state, ReplayState):
             return cache

@@ -57,8 +57,17 @@ class Progress:
         shape = self.pending.shape[: accepted.ndim]
         return check_array("accepted", accepted, shape, jnp.integer).astype(jnp.int32)
 
+    def flags(self, where: jax.Array) -> jax.Array:
+        """Return `where` as bool [B].
+
+        Raises:
+          TypeError, ValueError: another dtype or shape.
+        """
+        return check_array("where", where, self.position.shape, jnp.bool)
+
     def reset(self, where: jax.Array) -> Progress:
         """Empty the rows flagged in `where` [B] bool."""
+        where = self.flags(where)
         return Progress(jnp.where(where, 0, self.position), jnp.where(where, 0, self.pending))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from replayssm_jax.layers.cache import KVCache, MixerCache
+from replayssm_jax.layers.mixer import Decode
 from replayssm_jax.layers.progress import Progress
 from replayssm_jax.snapshots import Snapshots
 from replayssm_jax.state import Pointer, ReplayState
@@ -36,8 +37,15 @@ class HybridCache:
         return min((c.key.shape[-3] for c in caches if isinstance(c, KVCache)), default=None)
 
     @property
-    def rolls_back(self) -> bool:
-        """Whether drafts can be rejected: not where a layer holds a recurrent state alone."""
+    def decode(self) -> Decode:
+        """How it decodes, as in `HybridLM.init_cache`; "replay" where no layer is recurrent."""
         caches = jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, MixerCache))
         states = [c.state for c in caches if isinstance(c, MixerCache)]
-        return all(isinstance(state, ReplayState | Snapshots) for state in states)
+        if all(isinstance(state, ReplayState) for state in states):
+            return "replay"
+        return "snapshot" if isinstance(states[0], Snapshots) else "recurrent"
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether drafts can be rejected: not where a layer holds a recurrent state alone."""
+        return self.decode != "recurrent"

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from replayssm_jax.layers import HybridBlock, RMSNorm
@@ -22,15 +21,23 @@ from replayssm_jax.layers.cache import (
     take_rows,
 )
 from replayssm_jax.layers.cached import Mode
-from replayssm_jax.layers.mixer import Decode, ReplayMixer
+from replayssm_jax.layers.mixer import Decode, ReplayMixer, check_decode
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import MeshAxes
+from replayssm_jax.models.arguments import (
+    check_accepted,
+    check_cache,
+    check_fits,
+    check_rolls_back,
+    check_tokens,
+    check_values,
+)
 from replayssm_jax.models.build import build_block
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.state import Pointer, concrete
+from replayssm_jax.state import Pointer, check_rows, check_slots
 
 
 class HybridLM(nnx.Module):
@@ -99,6 +106,10 @@ class HybridLM(nnx.Module):
 
         Returns:
           float32 [B, T, vocab].
+
+        Raises:
+          TypeError, ValueError: wrong shapes or dtypes, and (where the values are known) real
+            tokens outside the vocabulary. Compiled, the logits of a row with one are anything.
         """
         return self.logits(self.hidden(tokens, valid=valid, resets=resets))
 
@@ -113,12 +124,13 @@ class HybridLM(nnx.Module):
 
         They are the residual stream behind the last block: what `logits` maps to logits.
         """
-        _check_tokens(tokens)
+        check_tokens(tokens)
         if tokens.size == 0:
             return jnp.zeros((*tokens.shape, self.config.d_model), self.dtype)
         position = jnp.zeros((tokens.shape[0],), jnp.int32)
         span = Span.make(position, tokens.shape[1], valid=valid, resets=resets)
-        x = self.embeddings(tokens)
+        check_values(tokens, span, self.config.vocab_size)
+        x = self.embeddings(_real(tokens, span))
         for blocks, count, _ in self.segments():
             if count > 1:
                 x = scan_train(blocks, x, span, remat=self.config.remat)
@@ -165,6 +177,7 @@ class HybridLM(nnx.Module):
           TypeError, ValueError: a rounding_key that is not one key, or for states that are not
             rounded.
         """
+        check_decode(decode)
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, found {batch_size}")
         layers: list[Any] = []
@@ -214,6 +227,11 @@ class HybridLM(nnx.Module):
         Returns:
           Logits float32 [B, T, vocab], or with `last_only` [B, vocab], zero where a token is not
           real or a row has none, and the cache.
+
+        Raises:
+          TypeError, ValueError: wrong shapes or dtypes, and (where the values are known) real
+            tokens outside the vocabulary or past the end of the KV caches. Compiled, such tokens
+            make their row's logits anything, and those past the end are not stored.
         """
         x, cache = self.prefill_hidden(
             tokens, cache, lengths=lengths, valid=valid, resets=resets, last_only=last_only
@@ -231,13 +249,16 @@ class HybridLM(nnx.Module):
         last_only: bool = False,
     ) -> tuple[jax.Array, HybridCache]:
         """As `prefill`, with hidden states [B, T, d_model] or [B, d_model] in place of logits."""
-        _check_tokens(tokens, cache)
+        check_tokens(tokens)
+        check_fits(tokens, cache)
         position = cache.progress.position
         num_tokens = tokens.shape[1]
         if num_tokens == 0:
             shape = tokens.shape[:1] if last_only else tokens.shape
             return jnp.zeros((*shape, self.config.d_model), self.dtype), cache
         span = Span.make(position, num_tokens, lengths=lengths, valid=valid, resets=resets)
+        check_values(tokens, span, self.config.vocab_size, cache.size)
+        tokens = _real(tokens, span)
         back = None
         if span.valid is not None and resets is None:
             # Moving the real tokens to the front once spares every convolution its own gather.
@@ -272,10 +293,12 @@ class HybridLM(nnx.Module):
 
         Returns:
           Logits float32 [B, vocab] and the cache.
+
+        Raises:
+          TypeError, ValueError: as in `verify`, for one token.
         """
-        if tokens.ndim != 1:
-            raise ValueError(f"tokens must have shape [B], found {tokens.shape}: one token a row")
-        _check_tokens(tokens[:, None], cache)
+        check_tokens(tokens, ndim=1)
+        check_fits(tokens, cache)
         x, cache = self._verify(tokens[:, None], cache, lengths)
         accepted = 1 if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, 1)
         return self.logits(x)[:, 0], self.commit(cache, accepted)
@@ -295,8 +318,9 @@ class HybridLM(nnx.Module):
 
         Raises:
           TypeError, ValueError: wrong shapes or dtypes, T above `max_tokens`, a cache that cannot
-            roll back, and (where the values are known) drafts past the end of the KV caches. In a
-            compiled loop such drafts are not stored: end rows at `cache.size`.
+            roll back, and (where the values are known) real tokens outside the vocabulary or past
+            the end of the KV caches. Compiled, such tokens make their row's logits anything, and
+            those past the end are not stored: end rows of a loop at `cache.size`.
         """
         x, cache = self.verify_hidden(tokens, cache, lengths=lengths)
         return self.logits(x), cache
@@ -305,14 +329,14 @@ class HybridLM(nnx.Module):
         self, tokens: jax.Array, cache: HybridCache, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, HybridCache]:
         """As `verify`, with hidden states [B, T, d_model] in place of logits."""
-        _check_tokens(tokens, cache)
+        check_tokens(tokens)
+        check_fits(tokens, cache)
         check_rolls_back(cache)
         if not 1 <= tokens.shape[1] <= self.config.max_tokens:
             raise ValueError(
                 f"T must be between 1 and max_tokens={self.config.max_tokens}, found "
                 f"T={tokens.shape[1]}"
             )
-        _check_end(cache, tokens.shape[1] if lengths is None else lengths)
         return self._verify(tokens, cache, lengths)
 
     def commit(self, cache: HybridCache, accepted: jax.Array | int) -> HybridCache:
@@ -326,7 +350,8 @@ class HybridLM(nnx.Module):
             known) more than are pending, as in a second commit; otherwise the count is clipped,
             and a second commit changes nothing.
         """
-        accepted = _check_accepted(cache, accepted)
+        check_cache(cache)
+        accepted = check_accepted(cache, accepted)
         pointer = cache.pointer
         if pointer is not None:
             # A windowed loop drops the drafts of idle rows from the rings: nothing may count them.
@@ -341,9 +366,14 @@ class HybridLM(nnx.Module):
     def take(self, cache: HybridCache, rows: jax.Array) -> HybridCache:
         """Return the given rows, int [B'], as a cache of their own; repeats are forks.
 
-        Row -1 and rows out of range give an empty row where the cache is ragged.
+        Row -1 gives an empty row where the cache is ragged, and so does a row out of range whose
+        value is traced.
+
+        Raises:
+          TypeError, ValueError: no integers, another shape, or (where the values are known) rows
+            out of [-1, B).
         """
-        rows = jnp.asarray(rows).astype(jnp.int32)
+        rows = check_rows(rows, check_cache(cache))
         taken = take_rows(cache, rows)
         if cache.pointer is not None and not cache.pointer.is_ragged:
             return taken
@@ -353,12 +383,25 @@ class HybridLM(nnx.Module):
     def insert(self, cache: HybridCache, slots: jax.Array, other: HybridCache) -> HybridCache:
         """Copy the rows of `other` into `slots`, int [B'], of `cache`, whatever these held.
 
-        Slot -1 and slots out of range touch no row. Both caches must be ragged and of one size.
+        Slot -1 touches no row, nor does a slot out of range whose value is traced. Both caches must
+        be ragged and of one size.
+
+        Raises:
+          TypeError, ValueError: no integers, not a slot for each row of `other`, caches that differ
+            in more than their rows, or (where the values are known) slots out of [-1, B) or a slot
+            named twice.
         """
+        slots = check_slots(slots, check_cache(other, "other"), check_cache(cache))
         return insert_rows(cache, slots, other)
 
     def reset(self, cache: HybridCache, where: jax.Array) -> HybridCache:
-        """Empty the rows `where` [B] bool; needs a ragged cache."""
+        """Empty the rows `where` [B] bool; needs a ragged cache.
+
+        Raises:
+          TypeError, ValueError: another dtype or shape, or rows that move together.
+        """
+        check_cache(cache)
+        where = cache.progress.flags(where)
         pointer = cache.pointer
         if pointer is not None:
             mixers = (mixer for block in self.blocks for mixer in block.mixers)
@@ -374,6 +417,7 @@ class HybridLM(nnx.Module):
         self, tokens: jax.Array, cache: HybridCache, lengths: jax.Array | None
     ) -> tuple[jax.Array, HybridCache]:
         span = Span.make(cache.progress.position, tokens.shape[1], lengths=lengths)
+        check_values(tokens, span, self.config.vocab_size, cache.size)
         x, layers, pointer = self._run(tokens, cache, span, "verify")
         return span.masked(x), HybridCache(layers, pointer, cache.progress.drafted(span))
 
@@ -428,51 +472,10 @@ class HybridLM(nnx.Module):
         return run(params, x)
 
 
-def check_rolls_back(cache: HybridCache) -> None:
-    """Raise ValueError where a layer of the cache holds a recurrent state alone."""
-    if not cache.rolls_back:
-        raise ValueError(
-            "conventional decoding cannot roll back drafts: make the cache with "
-            'decode="replay" or "snapshot"'
-        )
-
-
-def _check_tokens(tokens: jax.Array, cache: HybridCache | None = None) -> None:
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must have shape [B, T], found {tokens.shape}")
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers, found {tokens.dtype.name}")
-    if cache is not None and tokens.shape[0] != cache.progress.position.shape[0]:
-        raise ValueError(
-            f"tokens have {tokens.shape[0]} rows, the cache {cache.progress.position.shape[0]}"
-        )
-
-
-def _check_accepted(cache: HybridCache, accepted: jax.Array | int) -> jax.Array:
-    """`accepted` as an int32 scalar or [B]."""
-    accepted, pending = cache.progress.checked(accepted), cache.progress.pending
-    if accepted.ndim and cache.pointer is not None and not cache.pointer.is_ragged:
-        raise ValueError(
-            "accepted of shape [B] needs a pointer for every row, found a scalar pointer: make "
-            "the cache with ragged=True"
-        )
-    known, most = concrete(accepted), concrete(pending)
-    if known is not None and most is not None and ((known < 0) | (known > most)).any():
-        raise ValueError(
-            f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
-            f"pending={most.tolist()}"
-        )
-    return accepted
-
-
-def _check_end(cache: HybridCache, counts: jax.Array | int) -> None:
-    size, position = cache.size, concrete(cache.progress.position)
-    new = concrete(jnp.asarray(counts))
-    if size is None or position is None or new is None:
-        return
-    end = np.where(new > 0, position + new, 0).max()
-    if end > size:
-        raise ValueError(f"the drafts need {end} positions, the cache holds {size}")
+def _real(tokens: jax.Array, span: Span) -> jax.Array:
+    """The tokens with 0 for padding: what is no token would be NaN, and survive a zero weight."""
+    live = span.live
+    return tokens if live is None else jnp.where(live, tokens, jnp.zeros_like(tokens))
 
 
 def _last(live: jax.Array, steps: jax.Array) -> jax.Array:

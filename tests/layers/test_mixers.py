@@ -422,3 +422,7 @@ def test_impossible_arguments_raise():
         layer.init_cache(B, decode="plain")
     with pytest.raises(ValueError, match="ragged"):
         layer.reset(layer.init_cache(B, ragged=False), jnp.ones(B, bool))
+    with pytest.raises(ValueError, match=r"where must have shape \(4,\), found \(1,\)"):
+        layer.reset(cache, jnp.array([True]))
+    with pytest.raises(TypeError, match="where must be bool, found int32"):
+        layer.conv.reset(layer.conv.init_cache(B), jnp.ones(B, jnp.int32))

@@ -10,10 +10,20 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from model_cases import V, assert_close, compile_quickly, forward, jit, make_model, random_tokens
+from model_cases import (
+    V,
+    assert_close,
+    compile_quickly,
+    forward,
+    jit,
+    make_config,
+    make_model,
+    random_tokens,
+)
 
 from replayssm_jax import generation
 from replayssm_jax.generate import GenerateState, generate, stream
+from replayssm_jax.models import HybridLM
 from replayssm_jax.stopping import StopReason
 
 module = importlib.import_module("replayssm_jax.generate")
@@ -21,6 +31,7 @@ module = importlib.import_module("replayssm_jax.generate")
 # One batch of prompts and one capacity, so that little is compiled.
 PROMPTS = [[3], [7, 1, 4, 4, 9], [2, 11]]
 B, N = 3, 12
+FAMILY = "gated_delta_net"
 SAMPLED = dict(
     temperature=1.0, top_k=8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, stop_tokens=V
 )
@@ -35,7 +46,7 @@ def quick():
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model("gated_delta_net")
+    return make_model(FAMILY)
 
 
 @functools.cache
@@ -294,7 +305,7 @@ def test_a_full_cache_ends_a_row_and_a_longer_prompt_raises(model):
     np.testing.assert_array_equal(out.stop_reason, [StopReason.LENGTH] * B)
     for b, n in enumerate([8, 4, 7]):
         np.testing.assert_array_equal(out.tokens[b, :n], greedy().tokens[b, :n])
-    with pytest.raises(ValueError, match="the prompt needs 5 positions, the cache holds 4"):
+    with pytest.raises(ValueError, match="the tokens need 5 positions, the cache holds 4"):
         generate(model, PROMPTS, max_new_tokens=2, cache_size=4)
 
 
@@ -346,8 +357,44 @@ def test_impossible_arguments_raise(model):
         generate(model, PROMPTS, max_new_tokens=1, state=state, repetition_penalty=2.0)
     with pytest.raises(ValueError, match="the state has 3 rows, the prompt 2"):
         generate(model, [[], [1]], max_new_tokens=1, state=state)
-    with pytest.raises(TypeError, match="unknown arguments"):
-        next(stream(model, PROMPTS, max_new_tokens=2, beams=3))
+    with pytest.raises(TypeError, match="state must be a GenerateState, found int"):
+        generate(model, PROMPTS, max_new_tokens=1, state=3)
+    with pytest.raises(TypeError, match=r"state.cache must be a HybridCache, found NoneType"):
+        generate(model, PROMPTS, max_new_tokens=1, state=GenerateState(None, state.logits))
+
+
+def test_what_raises_does_not_cost_the_state(model):
+    """It is donated, but to a loop that runs."""
+    state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
+    for options, message in [
+        (dict(beams=3), r"unknown arguments \['beams'\]"),
+        (dict(return_state=True), "unknown arguments"),
+        (dict(chunk=1.5), "chunk must be an int, found 1.5"),
+        (dict(decode="zzz"), 'decode must be "replay", "recurrent" or "snapshot", found \'zzz\''),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            next(stream(model, PROMPTS, max_new_tokens=2, state=state, **options))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(vocab_size=V + 1), rf"state.logits must be array\[3, {V + 1}\], found .*\[3, {V}\]"),
+        (dict(pattern="MM"), r"state.cache.layers\[1\]\[0\].history must be .*, found None"),
+        (dict(pattern="M"), r"state.cache.layers\[1\]\[0\].key must be None, found array"),
+        (dict(max_tokens=2), r"history must be array\[3, 5, \d+\], found array\[3, 7"),
+        (dict(state_dtype="bfloat16"), r"checkpoint must be bfloat16\[3.*, found float32\[3"),
+        (dict(pattern="MAMA", scan_layers=True), r"layers\[2\]\[0\].history must be array.* None"),
+    ],
+)
+def test_the_state_of_another_model_raises_and_is_not_lost(model, options, message):
+    state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
+    other = nnx.eval_shape(lambda: HybridLM(make_config(FAMILY, **options), rngs=nnx.Rngs(0)))
+    empty = np.zeros((B, 0), np.int32)
+    with pytest.raises(ValueError, match=message):
+        generate(other, empty, max_new_tokens=2, state=state)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def compiled_loop(model, unstack=True):
@@ -367,7 +414,7 @@ def compiled_loop(model, unstack=True):
         ragged=False,
         unstack=unstack,
     )
-    return carry, module._decode.lower(model, carry, control, unstack).compile().as_text()
+    return carry, module._decode.lower(model, carry, control, unstack, False).compile().as_text()
 
 
 def test_the_compiled_loop_has_no_conditional_and_copies_no_checkpoint(model):

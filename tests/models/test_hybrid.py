@@ -448,7 +448,7 @@ def test_impossible_arguments_raise():
         model.init_cache(0, SIZE, decode="recurrent")
     with pytest.raises(ValueError, match="tokens have 3 rows, the cache 2"):
         model.step(tokens[:, 0], model.init_cache(2, SIZE))
-    with pytest.raises(ValueError, match="the cache holds 4 tokens, found T=5"):
+    with pytest.raises(ValueError, match="the tokens need 5 positions, the cache holds 4"):
         model.prefill(tokens, model.init_cache(B, 4))
     with pytest.raises(TypeError, match="tokens must be integers, found float32"):
         model.prefill(jnp.ones((B, 2)), model.init_cache(B, SIZE))
@@ -474,10 +474,17 @@ def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
     full = model.init_cache(B, 6)
     _, full = prefill(model, tokens, full, jnp.array([4, 3, 2], jnp.int32))
     before = jax.tree.map(np.array, full)
-    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+    with pytest.raises(ValueError, match="the tokens need 7 positions, the cache holds 6"):
         model.verify(tokens[:, :3], full)
-    with pytest.raises(ValueError, match="the drafts need 7 positions, the cache holds 6"):
+    with pytest.raises(ValueError, match="the tokens need 7 positions, the cache holds 6"):
         model.verify(tokens, full, lengths=jnp.array([0, 4, 4]))
+    room = jnp.array([2, 3, 4], jnp.int32)
+    with pytest.raises(ValueError, match="the tokens need 7 positions, the cache holds 6"):
+        model.prefill(tokens, full, lengths=room + jnp.array([1, 0, 0]))
+    _, filled = prefill(model, tokens, full, room)
+    for lengths in (None, jnp.array([0, 1, 0])):
+        with pytest.raises(ValueError, match="the tokens need 7 positions, the cache holds 6"):
+            model.step(tokens[:, 0], filled, lengths=lengths)
     chex.assert_trees_all_equal(full, before)
     lengths = jnp.array([2, 3, 0], jnp.int32)
     _, drafted = verify(model, tokens, full, lengths)
@@ -504,6 +511,85 @@ def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
         model.verify(tokens[:, :2], full, lengths=jnp.array([0, 0, 3]))
     with pytest.raises(TypeError, match="lengths must be integer, found float32"):
         model.verify(tokens[:, :2], full, lengths=jnp.ones(B))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda m, c: m.reset(c, jnp.array([True])), ValueError, r"where .* \(3,\), found \(1,\)"),
+        (lambda m, c: m.reset(c, True), ValueError, r"where .* \(3,\), found \(\)"),
+        (lambda m, c: m.reset(c, jnp.ones(B, int)), TypeError, "where must be bool, found int"),
+        (lambda m, c: m.take(c, 0), ValueError, r"rows must have shape \(B',\) .*, found \(\)"),
+        (lambda m, c: m.take(c, jnp.ones((1, 2), int)), ValueError, r"rows .*, found \(1, 2\)"),
+        (lambda m, c: m.take(c, jnp.ones(B, bool)), TypeError, "rows must be integer, found bool"),
+        (lambda m, c: m.take(c, jnp.ones(1)), TypeError, "rows must be integer, found float32"),
+        (lambda m, c: m.take(c, [0, B]), ValueError, r"rows must lie in \[-1, 3\), found \[0, 3\]"),
+        (lambda m, c: m.insert(c, [0, 2, 2], c), ValueError, r"distinct, found \[0, 2, 2\]"),
+        (lambda m, c: m.insert(c, jnp.ones(B), c), TypeError, "slots must be integer, found float"),
+        (lambda m, c: m.insert(c, [0], c), ValueError, r"slots .* \(3,\), found \(1,\)"),
+        (lambda m, c: m.insert(c, [0, 1, 3], c), ValueError, r"slots must lie in \[-1, 3\), found"),
+        (lambda m, c: m.insert(c, [0], None), TypeError, "other must be a HybridCache, found None"),
+        (lambda m, c: m.take(None, [0]), TypeError, "cache must be a HybridCache, found NoneType"),
+        (lambda m, c: m.reset(3, [True]), TypeError, "cache must be a HybridCache, found int"),
+        (lambda m, c: m.commit(None, 1), TypeError, "cache must be a HybridCache, found NoneType"),
+        (lambda m, c: m.step(jnp.ones(B, int), None), TypeError, "must be a HybridCache, found No"),
+        (lambda m, c: m.step([1] * B, c), TypeError, "tokens must be an array, found list"),
+        (lambda m, c: m.prefill([[1]] * B, c), TypeError, "tokens must be an array, found list"),
+        (lambda m, c: m(None), TypeError, "tokens must be an array, found None"),
+        (lambda m, c: m.init_cache(B, SIZE, decode="zzz"), ValueError, "decode must .* 'zzz'"),
+    ],
+)
+def test_wrong_rows_slots_masks_and_types_raise(call, error, message):
+    model = make_model("mamba2")
+    with pytest.raises(error, match=message):
+        call(model, model.init_cache(B, SIZE))
+    if "decode" in message:
+        attention = make_model("mamba2", pattern="A")
+        with pytest.raises(error, match=message):
+            call(attention, None)
+
+
+def test_lists_are_rows_slots_and_masks():
+    model = make_model("mamba2")
+    cache = model.init_cache(B, SIZE)
+    progress = dataclasses.replace(cache.progress, position=jnp.arange(B))
+    cache = dataclasses.replace(cache, progress=progress)
+    np.testing.assert_array_equal(model.take(cache, [2, -1]).progress.position, [2, 0])
+    swapped = model.insert(cache, [2, -1, 0], cache)
+    np.testing.assert_array_equal(swapped.progress.position, [2, 1, 0])
+    emptied = model.reset(cache, [False, True, False])
+    np.testing.assert_array_equal(emptied.progress.position, [0, 0, 2])
+
+
+@pytest.mark.parametrize("wrong", [-1, V])
+def test_tokens_outside_the_vocabulary_raise(wrong):
+    """Where the values are known, and where they are real."""
+    model = make_model("mamba2")
+    tokens, cache = np.ones((B, T), np.int32), model.init_cache(B, SIZE)
+    tokens[1, 1] = wrong
+    for call in (
+        model,
+        functools.partial(model.prefill, cache=cache),
+        lambda tokens: model.prefill(tokens, cache, lengths=jnp.full(B, 2)),
+        lambda tokens: model.verify(tokens[:, :2], cache),
+        lambda tokens: model.step(tokens[:, 1], cache),
+    ):
+        with pytest.raises(ValueError, match=rf"tokens must lie in \[0, {V}\), found {wrong}"):
+            call(jnp.asarray(tokens))
+
+
+def test_padding_may_hold_anything():
+    """What is no token has an embedding of NaN, which must not reach those that are."""
+    model = make_model("mamba2")
+    tokens, valid = np.ones((B, T), np.int32), np.arange(T)[None] % 3 != np.arange(B)[:, None]
+    resets = np.arange(T)[None] == np.full((B, 1), 9)
+    padded = np.where(valid, tokens, V + 100)
+    expected = forward(model, tokens, valid=valid, resets=resets)
+    np.testing.assert_array_equal(forward(model, padded, valid=valid, resets=resets), expected)
+    cache = model.init_cache(B, SIZE)
+    logits, cache = prefill(model, padded, cache, valid=valid, resets=resets)
+    assert_close(logits[valid], expected[valid])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(cache))
 
 
 def test_rows_that_move_together_are_not_committed_apart():

@@ -533,9 +533,15 @@ def test_a_broken_acceptance_is_found(name, broken, monkeypatch):
 # One loop, compiled once
 
 
-def test_other_values_go_through_the_same_loop():
+def test_other_values_go_through_the_same_loop(monkeypatch):
     model = make_model("gated_delta_net")
     drafter = NGramDrafter()
+
+    traced = []
+    verify = type(model).verify_hidden
+    monkeypatch.setattr(
+        type(model), "verify_hidden", lambda *args, **kw: traced.append(1) or verify(*args, **kw)
+    )
 
     def run(i):
         return speculative_generate(
@@ -550,6 +556,7 @@ def test_other_values_go_through_the_same_loop():
         )
 
     run(0)
+    assert len(traced) == 1  # checking the drafter before a state is donated costs no second one
     size = module._speculate._cache_size(), module._start_drafting._cache_size()
     for i in range(1, 4):
         run(i)
@@ -619,6 +626,15 @@ def test_impossible_arguments_raise():
     short = make_model("gated_delta_net", max_tokens=2)
     with pytest.raises(ValueError, match="3 drafts need max_tokens=4 of the draft model, found"):
         speculative_generate(model, PROMPTS, ModelDrafter(short), max_new_tokens=2)
+    for drafter in (ModelDrafter(3), AdaptiveDrafter(MTPDrafter(make_heads(), 3))):
+        with pytest.raises(TypeError, match="the drafter's model must be a HybridLM, found int"):
+            speculative_generate(model, PROMPTS, drafter, max_new_tokens=2)
+    other = make_model("gated_delta_net", vocab_size=V + 1, pattern="M")
+    for drafter in (ModelDrafter(other), AdaptiveDrafter(MTPDrafter(make_heads(), other))):
+        with pytest.raises(ValueError, match=f"vocab_size={V}, found vocab_size={V + 1}"):
+            speculative_generate(model, PROMPTS, drafter, max_new_tokens=2)
+    with pytest.raises(TypeError, match="state must be a GenerateState, found int"):
+        speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, state=3)
     with pytest.raises(ValueError, match="needs a key"):
         speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, temperature=1.0)
     for options, message in [
@@ -702,6 +718,7 @@ def test_what_raises_does_not_cost_the_state():
         return GenerateState(cache, jnp.zeros((B, V)))
 
     short = make_model("gated_delta_net", max_tokens=2)
+    wrong = Drafts(np.ones((B, 1), np.int32), np.ones(B, np.int32))
     heads = MTPDrafter(MTPHeads(8, rngs=nnx.Rngs(0)), model)
     for held, drafter in [
         (state(), ModelDrafter(short)),
@@ -711,6 +728,20 @@ def test_what_raises_does_not_cost_the_state():
         with pytest.raises(ValueError, match=r"max_tokens=4|d_model=8|cannot roll back"):
             speculative_generate(model, empty, drafter, max_new_tokens=2, state=held)
         assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+    held = state()
+    for broken, message in [
+        (dict(propose=lambda *_: 1 / 0), "division by zero"),
+        (dict(propose=lambda self, state, turn: (wrong, state)), r"\(3, 3\), found \(3, 1\)"),
+        (dict(observe=lambda self, state, tokens, kept: state.tokens), "pytree structure"),
+    ]:
+        drafter = jax.tree_util.register_static(type("Broken", (NGramDrafter,), broken))()
+        with pytest.raises((ArithmeticError, TypeError, ValueError), match=message):
+            speculative_generate(model, empty, drafter, max_new_tokens=2, state=held)
+        assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+    wide = make_model("gated_delta_net", vocab_size=V + 1)
+    with pytest.raises(ValueError, match=r"state.logits must be array\[3, 25\], found"):
+        speculative_generate(wide, empty, NGramDrafter(), max_new_tokens=2, state=held)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(held))
 
 
 def test_heads_of_another_target_raise():

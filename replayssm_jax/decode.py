@@ -129,6 +129,11 @@ def commit(
     to each other. Where `accepted` is traced it is clipped to [0, pending], so that a second commit
     changes nothing.
 
+    A state does not hold the `parents` of its drafts, so a tree that is committed as something else
+    does not raise: neither without `path`, which makes a chain of its first nodes, nor with nodes
+    that do not follow each other. After `verify` with `parents` give a `path` from a child of the
+    last committed token (-1) on, each node the parent of the next. The records are wrong otherwise.
+
     Args:
       spec: the layer.
       state: with pending drafts.

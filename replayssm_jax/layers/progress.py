@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.state import check_array, concrete
+from replayssm_jax.state import as_int32, check_array, concrete
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +53,9 @@ class Progress:
         Raises:
           TypeError, ValueError: no integers, or another shape.
         """
-        accepted = jnp.asarray(accepted)
+        accepted = as_int32("accepted", accepted)
         shape = self.pending.shape[: accepted.ndim]
-        return check_array("accepted", accepted, shape, jnp.integer).astype(jnp.int32)
+        return check_array("accepted", accepted, shape, jnp.integer)
 
     def reset(self, where: jax.Array) -> Progress:
         """Empty the rows flagged in `where` [B] bool."""
@@ -114,7 +114,7 @@ class Span:
             known = concrete(lengths)
             if known is not None and ((known < 0) | (known > num_tokens)).any():
                 raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
-            lengths = jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
+            lengths = jnp.clip(lengths, 0, num_tokens)
         for name, mask in (("valid", valid), ("resets", resets)):
             if mask is not None and mask.shape != shape:
                 raise ValueError(f"{name} must have shape {shape}, found {mask.shape}")

@@ -29,6 +29,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import as_prompt
 from replayssm_jax.sampling import Sampling, draw
+from replayssm_jax.spec import check_int
 from replayssm_jax.stopping import StopReason
 
 
@@ -77,7 +78,8 @@ def generate(
       min_p: scalar or [B], keep tokens with at least p times the probability of the likeliest.
       repetition_penalty: scalar or [B], makes tokens that the sequence already holds less likely.
       stop_tokens: an int, [S] or [B, S] token ids that end a row; -1 stops nothing.
-      stop_sequences: token sequences that end a row once its last new tokens equal one of them.
+      stop_sequences: token sequences that end a row once its last new tokens equal one of them;
+        an empty one stops nothing.
       pad_token: fills `tokens` after a row's end.
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for, `max_new_tokens` rounded
@@ -157,8 +159,7 @@ def stream(
         faster with the model's replay window.
       **options: the rest of `generate`'s arguments, without `return_state`.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, found {chunk}")
+    chunk = check_int("chunk", chunk)
     if len(prompt) == 0:
         return
     _, capacity = widths(max_new_tokens, options.pop("capacity", None))

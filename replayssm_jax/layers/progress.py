@@ -100,7 +100,7 @@ class Span:
         """Place `num_tokens` tokens after `position` [B].
 
         Raises:
-          TypeError: lengths that are no integers.
+          TypeError: lengths that are no integers, masks that are not bool.
           ValueError: both `lengths` and `valid`, an array of the wrong shape, or (where they are
             known) lengths out of [0, T].
         """
@@ -115,11 +115,8 @@ class Span:
             if known is not None and ((known < 0) | (known > num_tokens)).any():
                 raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
             lengths = jnp.clip(lengths, 0, num_tokens)
-        for name, mask in (("valid", valid), ("resets", resets)):
-            if mask is not None and mask.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, found {mask.shape}")
         if valid is not None:
-            valid = jnp.asarray(valid, bool)
+            valid = check_array("valid", valid, shape, jnp.bool)
             seen = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
             ranks, counts = seen - 1, jnp.sum(valid, axis=1, dtype=jnp.int32)
         else:
@@ -130,7 +127,7 @@ class Span:
             positions = position[:, None] + ranks
             return cls(position, end, counts, positions, lengths, valid)
         live = valid if valid is not None else steps < counts[:, None]
-        resets = jnp.asarray(resets, bool) & live
+        resets = check_array("resets", resets, shape, jnp.bool) & live
         segments = jnp.cumsum(resets, axis=1, dtype=jnp.int32)
         origin = jax.lax.cummax(jnp.where(resets, ranks, -position[:, None]), axis=1)
         positions = ranks - origin

@@ -323,10 +323,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt-bytes", type=int, default=512, help="longest prompt")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each scheme")
     args = parser.parse_args(argv)
-    for name in ("tokens", "batch", "prompt_bytes", "repeats"):
-        if getattr(args, name) < 1:
+    for name in ("tokens", "batch", "window", "prompt_bytes", "repeats"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    try:
+        args.prompts = read_prompts(args)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return args
+
+
+def read_prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.prompt_file is None:
+        return held_out_prompts(args.batch, args.prompt_bytes)
+    text = args.prompt_file.read_bytes()[-args.prompt_bytes :]
+    if not text:
+        raise ValueError(f"{args.prompt_file} is empty")
+    return [Prompt(str(args.prompt_file), text)] * args.batch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -334,21 +348,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     device = jax.devices()[0]
     console.print(f"[bold]ReplaySSM[/bold] on {device.device_kind} ({device.platform})")
-    if args.prompt_file is None:
-        prompts = held_out_prompts(args.batch, args.prompt_bytes)
-    else:
-        text = args.prompt_file.read_bytes()[-args.prompt_bytes :]
-        if not text:
-            raise SystemExit(f"{args.prompt_file} is empty")
-        prompts = [Prompt(str(args.prompt_file), text)] * args.batch
     identical = [
         decode_family(
             family,
-            prompts,
+            args.prompts,
             num_tokens=args.tokens,
             window=args.window,
             repeats=args.repeats,
-            shown=[(i + k) % len(prompts) for k in range(min(args.show, len(prompts)))],
+            shown=[(i + k) % len(args.prompts) for k in range(min(args.show, len(args.prompts)))],
             console=console,
         )
         for i, family in enumerate(FAMILIES if args.family == "all" else (args.family,))

@@ -164,12 +164,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for family in args.families:
         if args.drafter and "heads" in args.drafter and not heads_path(family).exists():
             parser.error(f"no heads for {family}: train them with examples/train_mtp_heads.py")
+    try:
+        args.prompts = held_out_prompts(args.batch, args.prompt_bytes)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse(argv), Console()
-    texts = [prompt.text for prompt in held_out_prompts(args.batch, args.prompt_bytes)]
+    texts = [prompt.text for prompt in args.prompts]
     prompts = jnp.asarray(np.stack([np.frombuffer(text, np.uint8) for text in texts]), jnp.int32)
     identical = []
     for family in args.families:

@@ -25,6 +25,7 @@ from replayssm_jax.state import (
     InputBuffer,
     Pointer,
     ReplayState,
+    as_int32,
     check_array,
     check_state,
     committed_records,
@@ -129,6 +130,11 @@ def commit(
     to each other. Where `accepted` is traced it is clipped to [0, pending], so that a second commit
     changes nothing.
 
+    A state does not hold the `parents` of its drafts, so a tree that is committed as something else
+    does not raise: neither without `path`, which makes a chain of its first nodes, nor with nodes
+    that do not follow each other. After `verify` with `parents` give a `path` from a child of the
+    last committed token (-1) on, each node the parent of the next. The records are wrong otherwise.
+
     Args:
       spec: the layer.
       state: with pending drafts.
@@ -142,12 +148,10 @@ def commit(
         out of [0, pending], or nodes of the path that are not pending or not in rising order.
     """
     batch_size = check_state(spec, state)
-    accepted = jnp.asarray(accepted)
+    accepted = as_int32("accepted", accepted)
     if accepted.ndim:
         require_ragged(state, "accepted of shape [B]")
         accepted = check_array("accepted", accepted, (batch_size,), jnp.integer)
-    elif not jnp.issubdtype(accepted.dtype, jnp.integer):
-        raise TypeError(f"accepted must be an integer, found {accepted.dtype.name}")
     known, pending = concrete(accepted), concrete(state.pointer.pending)
     if known is not None and pending is not None and ((known < 0) | (known > pending)).any():
         raise ValueError(
@@ -204,7 +208,7 @@ def check_lengths(
         )
     elif ((known < 0) | (known > num_tokens)).any():
         raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
-    return jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
+    return jnp.clip(lengths, 0, num_tokens)
 
 
 def check_parents(parents: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -216,14 +220,14 @@ def check_parents(parents: jax.Array, shape: tuple[int, int]) -> jax.Array:
             "a parent must be -1 or an index smaller than its token's own, found "
             f"parents={known.tolist()}"
         )
-    return jnp.clip(parents.astype(jnp.int32), -1, order - 1)
+    return jnp.clip(parents, -1, order - 1)
 
 
 def check_path(
     spec: ReplaySpec, state: ReplayState, path: jax.Array, accepted: jax.Array
 ) -> jax.Array:
     """`path` as int32 [B, T]; where all is known, its accepted nodes are pending and rise."""
-    path = jnp.asarray(path)
+    path = as_int32("path", path)
     length = path.shape[1] if path.ndim == 2 else 0
     if not 1 <= length <= spec.max_tokens:
         raise ValueError(
@@ -241,7 +245,7 @@ def check_path(
                 "the first `accepted` nodes of the path must be pending and in rising order, found "
                 f"path={nodes.tolist()}, accepted={count.tolist()}, pending={pending.tolist()}"
             )
-    return path.astype(jnp.int32)
+    return path
 
 
 def check_gates(g: jax.Array, real: jax.Array | None) -> None:
@@ -414,7 +418,6 @@ def _step(
 
 @jax.jit
 def _commit(pointer: Pointer, accepted: jax.Array) -> Pointer:
-    accepted = accepted.astype(jnp.int32)
     debug_check(
         lambda: jnp.all((accepted >= 0) & (accepted <= pointer.pending)),
         "accepted must lie in [0, pending]",
@@ -432,7 +435,7 @@ def _gather_path(
     first = (pointer.start + pointer.length).reshape(-1, 1)
     pending = pointer.pending.reshape(-1, 1)
     steps = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
-    count = jnp.minimum(accepted.astype(jnp.int32).reshape(-1, 1), pending)
+    count = jnp.minimum(accepted.reshape(-1, 1), pending)
     nodes = jnp.clip(path, 0, jnp.maximum(pending - 1, 0))
     source = (first + nodes) % spec.capacity
     target = jnp.where(steps < count, (first + steps) % spec.capacity, spec.capacity)

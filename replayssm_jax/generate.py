@@ -78,7 +78,8 @@ def generate(
       min_p: scalar or [B], keep tokens with at least p times the probability of the likeliest.
       repetition_penalty: scalar or [B], makes tokens that the sequence already holds less likely.
       stop_tokens: an int, [S] or [B, S] token ids that end a row; -1 stops nothing.
-      stop_sequences: token sequences that end a row once its last new tokens equal one of them.
+      stop_sequences: token sequences that end a row once its last new tokens equal one of them;
+        an empty one stops nothing.
       pad_token: fills `tokens` after a row's end.
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for, `max_new_tokens` rounded
@@ -162,7 +163,7 @@ def stream(
       TypeError, ValueError: as `generate`, once the first tokens are asked for; a `chunk` that is
         no integer of at least 1, an unknown argument.
     """
-    check_int("chunk", chunk)
+    chunk = check_int("chunk", chunk)
     unknown = sorted(options.keys() - _OPTIONS.keys())
     if unknown:
         raise TypeError(f"stream got unknown arguments {unknown}")

@@ -19,7 +19,7 @@ from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import Prompt, bucket
 from replayssm_jax.sampling import Sampling, row_keys
 from replayssm_jax.spec import check_int, round_up
-from replayssm_jax.state import check_type
+from replayssm_jax.state import as_int32, check_array, check_type
 from replayssm_jax.stopping import StopReason, Stops
 
 
@@ -100,9 +100,9 @@ def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
         return capacity, capacity
-    limits = np.asarray(max_new_tokens)
-    if not np.issubdtype(limits.dtype, np.integer) or limits.min(initial=0) < 0:
-        raise ValueError(f"max_new_tokens must be integers of at least 0, found {limits.tolist()}")
+    limits = np.asarray(as_int32("max_new_tokens", max_new_tokens))
+    if limits.min(initial=0) < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, found {limits.tolist()}")
     width = int(limits.max(initial=0))
     if capacity is None:
         return width, bucket(width)
@@ -149,7 +149,7 @@ def start(
         raise ValueError(
             f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
         )
-    limits = jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (batch_size,))
+    limits = jnp.broadcast_to(as_int32("max_new_tokens", max_new_tokens), (batch_size,))
     if cache_size is not None:
         check_int("cache_size", cache_size)
     check_decode(decode)
@@ -183,7 +183,7 @@ def start(
         stops=Stops.make(batch_size, *stops),
         keys=keys,
         limits=limits,
-        pad_token=jnp.asarray(pad_token, jnp.int32),
+        pad_token=check_array("pad_token", pad_token, (), jnp.integer),
     )
     args = model, prompt, state, control, capacity, unstack
     if trace is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.spec import ReplaySpec, check_arrays
 
 _GATE_FIX = "compute gates in {want} and pass them so, e.g. {name}.astype(jnp.{want})"
 _WIDE_FIX = (
@@ -23,12 +23,29 @@ def _gate_dtype(*arrays: jax.Array) -> Any:
     return jnp.float64 if wide else jnp.float32
 
 
-def check_arrays(**arrays: Any) -> None:
-    """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
-    for name, array in arrays.items():
-        if not hasattr(array, "dtype"):
-            found = "None" if array is None else type(array).__name__
-            raise TypeError(f"{name} must be an array, found {found}")
+def _check_raw(**arguments: tuple[Any, str]) -> None:
+    """Check what a family constructor is given: arrays, each with the letters of its axes.
+
+    The first array with an axis says how long it is. None stands for a `dt_bias` that is left out.
+
+    Raises:
+      TypeError: no array, or none of floating numbers.
+      ValueError: another shape.
+    """
+    sizes: dict[str, int] = {}
+    for name, (array, axes) in arguments.items():
+        if array is None and name == "dt_bias":
+            continue
+        check_arrays(**{name: array})
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must be of a floating dtype, found {array.dtype.name}")
+        wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
+        fits = len(array.shape) == len(axes) and all(
+            size == sizes.setdefault(axis, size)
+            for axis, size in zip(axes, array.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{name} must have shape [{wanted}], found {array.shape}")
 
 
 def _l2_normalise(x: jax.Array, dtype: Any) -> jax.Array:
@@ -40,7 +57,6 @@ def _add_bias(x: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
     x = x.astype(dtype)
     if bias is None:
         return x
-    check_arrays(dt_bias=bias)
     return x + jnp.broadcast_to(bias.astype(dtype), x.shape)
 
 
@@ -96,8 +112,21 @@ class TokenInputs:
           A_log: [H].
           dt_bias: [H] or None.
           dt_limits: lower and upper limit of dt after the softplus.
+
+        Raises:
+          TypeError: what is no array of a floating dtype.
+          ValueError: another shape, or a lower limit above the upper one.
         """
-        check_arrays(x=x, dt=dt, B=B, C=C, A_log=A_log)
+        _check_raw(
+            x=(x, "BTHP"),
+            dt=(dt, "BTH"),
+            B=(B, "BTGN"),
+            C=(C, "BTGN"),
+            A_log=(A_log, "H"),
+            dt_bias=(dt_bias, "H"),
+        )
+        if not dt_limits[0] <= dt_limits[1]:
+            raise ValueError(f"dt_limits must be (lower, upper), found {dt_limits}")
         dtype = _gate_dtype(x, dt, A_log)
         step = jnp.clip(jax.nn.softplus(_add_bias(dt, dt_bias, dtype)), *dt_limits)
         return cls(q=C, k=B, v=x, g=_rate(A_log, step, dtype) * step, beta=step)
@@ -126,8 +155,19 @@ class TokenInputs:
           b: [B, T, H], raw step size.
           A_log: [H].
           dt_bias: [H] or None.
+
+        Raises:
+          TypeError, ValueError: as `mamba2`.
         """
-        check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
+        _check_raw(
+            v=(v, "BTHP"),
+            q=(q, "BTGN"),
+            k=(k, "BTGN"),
+            a=(a, "BTH"),
+            b=(b, "BTH"),
+            A_log=(A_log, "H"),
+            dt_bias=(dt_bias, "H"),
+        )
         dtype = _gate_dtype(v, a, A_log)
         rate = jax.nn.softplus(_add_bias(a, dt_bias, dtype))
         return cls._delta(q, k, v, _rate(A_log, rate, dtype) * rate, b, dtype)
@@ -160,8 +200,19 @@ class TokenInputs:
           A_log: [H].
           dt_bias: [H, N] or None.
           lower_bound: None, or the least log-decay of the bounded gate.
+
+        Raises:
+          TypeError, ValueError: as `mamba2`, and for a lower_bound that is not negative.
         """
-        check_arrays(q=q, k=k, v=v, a=a, b=b, A_log=A_log)
+        _check_raw(
+            v=(v, "BTHP"),
+            q=(q, "BTHN"),
+            k=(k, "BTHN"),
+            a=(a, "BTHN"),
+            b=(b, "BTH"),
+            A_log=(A_log, "H"),
+            dt_bias=(dt_bias, "HN"),
+        )
         dtype = _gate_dtype(v, a, A_log)
         raw = _add_bias(a, dt_bias, dtype)
         if lower_bound is None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax.models.arguments import check_vocabulary
+from replayssm_jax.state import as_int32, check_array, check_int32
 
 SMALLEST_BUCKET = 16
 
@@ -46,7 +47,7 @@ def as_prompt(
       vocab_size: None, or the bound of real tokens; padding may hold anything.
 
     Raises:
-      TypeError: tokens that are not integers.
+      TypeError: tokens, lengths or a bos_token that are not integers, a mask that is not bool.
       ValueError: wrong shapes, lengths or (where they are known) tokens out of range, or an empty
         prompt without `bos_token`.
     """
@@ -58,29 +59,25 @@ def as_prompt(
         rows = [_token_list(row) for row in prompt]
         lengths = np.array([row.size for row in rows], np.int32)
         width = bucket(int(lengths.max(initial=0))) if lengths.any() else 0
-        tokens = np.zeros((len(rows), width), np.int32)
-        for row, filled in zip(rows, tokens, strict=True):
+        prompt = np.zeros((len(rows), width), np.int32)
+        for row, filled in zip(rows, prompt, strict=True):
             filled[: row.size] = row
-        prompt = tokens
-    prompt = jnp.asarray(prompt)
-    if prompt.ndim != 2:
-        raise ValueError(f"prompt must have shape [B, T], found {prompt.shape}")
-    if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"prompt must hold integer tokens, found {prompt.dtype.name}")
-    tokens = prompt.astype(jnp.int32)
+    tokens = as_int32("prompt", prompt)
+    if tokens.ndim != 2:
+        raise ValueError(f"prompt must have shape [B, T], found {tokens.shape}")
     batch_size, width = tokens.shape
     if lengths is not None:
-        _check_lengths(lengths, batch_size, width)
-        lengths = jnp.asarray(lengths, jnp.int32)
+        lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
+        values = known(lengths)
+        if values is not None and ((values < 0) | (values > width)).any():
+            raise ValueError(f"lengths must lie in [0, {width}], found {values.tolist()}")
         valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
     if valid is not None:
-        valid = jnp.asarray(valid)
-        if valid.shape != tokens.shape:
-            raise ValueError(f"valid must have shape {tokens.shape}, found {valid.shape}")
-        valid = valid.astype(bool)
+        valid = check_array("valid", valid, tokens.shape, jnp.bool)
     result = Prompt(tokens, valid)
+    bos = None if bos_token is None else check_array("bos_token", bos_token, (), jnp.integer)
     if not continues:
-        result = _with_bos(result, bos_token)
+        result = _with_bos(result, bos)
     if vocab_size is not None:
         check_vocabulary(result.tokens, result.valid, vocab_size)
     return result
@@ -99,20 +96,11 @@ def _token_list(row: Any) -> np.ndarray:
         raise ValueError(
             f"prompt must be a list with a list of tokens for each row, found the row {row!r}"
         )
-    if tokens.size and not np.issubdtype(tokens.dtype, np.integer):
-        raise TypeError(f"prompt must hold integer tokens, found {tokens.dtype.name}")
+    check_int32("prompt", tokens)
     return tokens.astype(np.int32)
 
 
-def _check_lengths(lengths: Any, batch_size: int, width: int) -> None:
-    if np.shape(lengths) != (batch_size,):
-        raise ValueError(f"lengths must have shape {(batch_size,)}, found {np.shape(lengths)}")
-    values = known(lengths)
-    if values is not None and ((values < 0) | (values > width)).any():
-        raise ValueError(f"lengths must lie in [0, {width}], found {values.tolist()}")
-
-
-def _with_bos(prompt: Prompt, bos_token: int | None) -> Prompt:
+def _with_bos(prompt: Prompt, bos_token: jax.Array | None) -> Prompt:
     tokens, valid = prompt
     batch_size, width = tokens.shape
     if width and valid is None:
@@ -131,4 +119,4 @@ def _with_bos(prompt: Prompt, bos_token: int | None) -> Prompt:
         return Prompt(jnp.full(shape, bos_token, jnp.int32), None)
     empty = ~jnp.any(valid, axis=1, keepdims=True)
     first = (jnp.arange(width) == 0)[None, :] & empty
-    return Prompt(jnp.where(first, jnp.int32(bos_token), tokens), valid | first)
+    return Prompt(jnp.where(first, bos_token, tokens), valid | first)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from replayssm_jax import dispatch, precision
 from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
-from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import check_rounding_key
+from replayssm_jax.spec import ReplaySpec, check_arrays, check_spec
+from replayssm_jax.state import ReplayState, check_rounding_key
 
 
 def recurrent_step(
@@ -125,7 +125,13 @@ def _matvec(state: jax.Array, vector: jax.Array) -> jax.Array:
 
 
 def _check_state(spec: ReplaySpec, state: Any) -> None:
-    spec.check_x64()
+    check_spec(spec)
+    if isinstance(state, ReplayState):
+        raise TypeError(
+            "the recurrent state must be an array, found ReplayState: pass what "
+            "rs.materialize(spec, state) gives"
+        )
+    check_arrays(**{"the recurrent state": state})
     if len(state.shape) != 4 or state.shape != spec.state_shape(state.shape[0]):
         expected = ("B", *spec.state_shape(1)[1:])
         raise ValueError(f"the recurrent state must have shape {expected}, found {state.shape}")

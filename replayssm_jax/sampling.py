@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.state import as_int32, concrete
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +44,41 @@ class Sampling:
         """Return the options as [B] arrays.
 
         Raises:
+          TypeError: what is no number, a top_k that is no integer.
           ValueError: a wrong shape, or (where the values are known) a value out of range.
         """
         ranges = {
-            "temperature": (jnp.float32, lambda x: x >= 0, "at least 0"),
-            "top_k": (jnp.int32, lambda x: x >= 1, "at least 1"),
-            "top_p": (jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
-            "min_p": (jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
-            "repetition_penalty": (jnp.float32, lambda x: x > 0, "above 0"),
+            "temperature": (lambda x: x >= 0, "at least 0"),
+            "top_k": (lambda x: x >= 1, "at least 1"),
+            "top_p": (lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+            "min_p": (lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+            "repetition_penalty": (lambda x: (x > 0) & np.isfinite(x), "above 0 and finite"),
         }
         values: dict[str, Any] = {}
-        for name, (dtype, allowed, wanted) in ranges.items():
-            value = getattr(self, name)
-            if value is None:
+        for name, (allowed, wanted) in ranges.items():
+            given = getattr(self, name)
+            if given is None:
                 continue
-            shape = np.shape(value)
-            if shape not in ((), (batch_size,)):
-                raise ValueError(f"{name} must be a scalar or [{batch_size}], found shape {shape}")
-            if not isinstance(value, jax.core.Tracer):
-                known = np.asarray(value)
-                if not np.all(allowed(known)):
-                    raise ValueError(f"{name} must be {wanted}, found {known.tolist()}")
-            values[name] = jnp.broadcast_to(jnp.asarray(value, dtype), (batch_size,))
+            value = (as_int32 if name == "top_k" else _as_float32)(name, given)
+            if value.shape not in ((), (batch_size,)):
+                raise ValueError(
+                    f"{name} must be a scalar or [{batch_size}], found shape {value.shape}"
+                )
+            known = concrete(value)
+            if known is not None and not np.all(allowed(known)):
+                kind = value.dtype.name
+                found = np.asarray(given).tolist()
+                raise ValueError(f"{name} must be {wanted} in {kind}, found {found}")
+            values[name] = jnp.broadcast_to(value, (batch_size,))
         return Sampling(**values)
+
+
+def _as_float32(name: str, value: Any) -> jax.Array:
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"{name} must be a number, found {value!r}")
+    with np.errstate(over="ignore"):  # becomes infinity, for the ranges to judge
+        return jnp.asarray(array, jnp.float32)
 
 
 class Draw(NamedTuple):
@@ -139,7 +153,7 @@ def shape_logits(sampling: Sampling, logits: jax.Array, seen: jax.Array | None =
     best = jnp.argmax(logits, axis=-1, keepdims=True)
     is_best = jnp.arange(logits.shape[-1])[None, :] == best
     greedy = jnp.where(is_best, jnp.zeros_like(logits), -jnp.inf)
-    logits = logits / _temperature(sampling)
+    logits = _tempered(sampling, logits)
     logits = jnp.where(_kept(sampling, logits), logits, -jnp.inf)
     return jnp.where((sampling.temperature == 0)[:, None], greedy, logits)
 
@@ -152,13 +166,19 @@ def draw_from(logits: jax.Array, keys: jax.Array, positions: jax.Array) -> jax.A
 
 def score(sampling: Sampling, logits: jax.Array, shaped: jax.Array, token: jax.Array) -> Draw:
     """Return `token` [B] with its log-probabilities; `shaped` is `shape_logits` of `logits`."""
-    logprob = _pick(jax.nn.log_softmax(logits / _temperature(sampling)), token)
+    logprob = _pick(jax.nn.log_softmax(_tempered(sampling, logits)), token)
     return Draw(token, logprob, _pick(jax.nn.log_softmax(shaped), token))
 
 
-def _temperature(sampling: Sampling) -> jax.Array:
-    """[B, 1], 1 for greedy rows."""
-    return jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
+def _tempered(sampling: Sampling, logits: jax.Array) -> jax.Array:
+    """Logits [B, V] over the temperature, 1 for greedy rows, less the greatest one.
+
+    Subtracted before the division, what rounding leaves of it cannot be blown up by a temperature
+    near 0; and one below the normal numbers, which devices take for 0, would make 0 / 0 of it.
+    """
+    temperature = jnp.where(sampling.temperature == 0, 1.0, sampling.temperature)
+    temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
 
 
 def _gumbel(key: jax.Array, position: jax.Array, vocab_size: int) -> jax.Array:
@@ -170,7 +190,9 @@ def _penalised(sampling: Sampling, logits: jax.Array, seen: jax.Array | None) ->
         return logits
     assert seen is not None
     penalty = sampling.repetition_penalty[:, None]
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    penalised = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    most = jnp.finfo(logits.dtype).max  # infinite ones would have no softmax
+    return jnp.where(seen, jnp.clip(penalised, -most, most), logits)
 
 
 def _pick(logprobs: jax.Array, token: jax.Array) -> jax.Array:

@@ -37,25 +37,37 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_arrays(**arrays: Any) -> None:
+    """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype"):
+            found = "None" if array is None else type(array).__name__
+            raise TypeError(f"{name} must be an array, found {found}")
+
+
+def _as_dtype(dtype: Any) -> np.dtype | None:
+    """`dtype` as NumPy's, None for what is none."""
+    try:
+        return None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
+    except TypeError:
+        return None
+
+
 def _float_dtype(name: str, dtype: Any) -> np.dtype:
-    if dtype is None:  # which NumPy takes for float64
-        raise TypeError(f"{name} must be a floating dtype, found None")
-    dtype = jnp.dtype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating dtype, found {dtype.name}")
-    return dtype
+    found = _as_dtype(dtype)
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        shown = repr(dtype) if found is None else found.name
+        raise TypeError(f"{name} must be a floating dtype, found {shown}")
+    return found
 
 
 def _state_dtype(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
     """A dtype that a state can be stored in: one of `wide` or of the low-precision formats."""
     allowed = (*map(jnp.dtype, wide), *FORMATS)
     names = ", ".join(x.name for x in allowed)
-    try:
-        found = None if dtype is None else jnp.dtype(dtype)
-    except TypeError as error:
-        raise TypeError(f"{name} must be one of {names}, found {dtype!r}") from error
-    if found is None:  # which NumPy takes for float64
-        raise TypeError(f"{name} must be a dtype, one of {names}, found None")
+    found = _as_dtype(dtype)
+    if found is None:
+        raise TypeError(f"{name} must be a dtype, one of {names}, found {dtype!r}")
     if found not in allowed:
         raise ValueError(f"{name} must be one of {names}, found {found.name}")
     return found
@@ -142,16 +154,6 @@ class ReplaySpec:
                     f"state_dtype={self.state_dtype.name} with read_dtype={self.read_dtype.name}"
                 )
 
-    def check_x64(self) -> None:
-        """Raise ValueError where a dtype is float64 and JAX would make float32 of it."""
-        for name in ("state_dtype", "key_dtype", "value_dtype"):
-            dtype = getattr(self, name)
-            if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-                raise ValueError(
-                    f"{name}={dtype.name} needs jax_enable_x64, found it off: call "
-                    'jax.config.update("jax_enable_x64", True) first'
-                )
-
     @property
     def capacity(self) -> int:
         """R, slots of the ring: the window and the drafts, each in whole chunks of 8."""
@@ -227,3 +229,21 @@ class ReplaySpec:
         return cls(
             num_heads, num_heads, value_dim, key_dim, rule="delta", decay="channel", **kwargs
         )
+
+
+def check_spec(spec: Any) -> None:
+    """Check what is given for a spec.
+
+    Raises:
+      TypeError: no `ReplaySpec`.
+      ValueError: a dtype is float64, and JAX would make float32 of it.
+    """
+    if not isinstance(spec, ReplaySpec):
+        raise TypeError(f"spec must be a ReplaySpec, found {type(spec).__name__}")
+    for name in ("state_dtype", "key_dtype", "value_dtype"):
+        dtype = getattr(spec, name)
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"{name}={dtype.name} needs jax_enable_x64, found it off: call "
+                'jax.config.update("jax_enable_x64", True) first'
+            )

@@ -353,7 +353,7 @@ def _checked(drafts: Drafts, num_drafts: int, vocab_size: int, token: jax.Array)
         except ValueError as error:
             raise ValueError(f"{error}: does the drafter have the target's vocabulary?") from None
         logits = logits.astype(jnp.float32)
-    return Drafts(tokens.astype(jnp.int32), lengths.astype(jnp.int32), logits)
+    return Drafts(tokens, lengths, logits)
 
 
 def judge(

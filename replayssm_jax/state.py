@@ -8,10 +8,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from replayssm_jax import precision, window
 from replayssm_jax.checks import debug_check
-from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_int, round_up
+from replayssm_jax.spec import (
+    SLOT_CHUNK,
+    ReplaySpec,
+    check_arrays,
+    check_int,
+    check_spec,
+    round_up,
+)
 
 
 class Phase(NamedTuple):
@@ -133,11 +141,13 @@ def init_state(
         `dataclasses.replace(fork, rounding_key=jax.random.bits(key, (B, H, 2), jnp.uint32))`.
 
     Raises:
-      TypeError, ValueError: wrong batch size, dtype, shape or layout; float64 without
-        `jax_enable_x64`; a rounding_key for a checkpoint that is not rounded.
+      TypeError, ValueError: wrong batch size, dtype, shape or layout; a list for `initial`; float64
+        without `jax_enable_x64`; a rounding_key for a checkpoint that is not rounded.
     """
     batch_size = check_int("batch_size", batch_size)
-    spec.check_x64()
+    check_spec(spec)
+    if not isinstance(ragged, bool | np.bool):
+        raise TypeError(f"ragged must be a bool, found {ragged!r}")
     if (initial is None) != (layout is None):
         raise ValueError(
             'give layout="vk" ([B, H, P, N]) or layout="kv" ([B, H, N, P]) together with initial, '
@@ -151,7 +161,7 @@ def init_state(
             f"precision.decode(initial, jnp.{spec.compute_dtype.name})"
         )
     if initial is not None:
-        initial = jnp.asarray(initial)
+        check_arrays(initial=initial)
         if initial.dtype != spec.compute_dtype:
             raise TypeError(
                 f"initial must be {spec.compute_dtype.name}, found {initial.dtype.name}: pass "
@@ -240,7 +250,7 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
         is known) more committed records than the window holds.
     """
     check_type("state", state, ReplayState)
-    spec.check_x64()
+    check_spec(spec)
     shape = state.checkpoint.shape
     if len(shape) != 4:
         raise ValueError(
@@ -334,13 +344,46 @@ def check_type(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, found {type(value).__name__}")
 
 
+def as_int32(name: str, value: Any) -> jax.Array:
+    """Integers as int32, lists too: no other number is rounded to one, and none wraps around.
+
+    Raises:
+      TypeError: another dtype.
+      ValueError: a number that int32 does not hold, where it is known.
+    """
+    if not hasattr(value, "dtype"):
+        try:
+            value = jnp.asarray(value)
+        except OverflowError:
+            raise ValueError(f"{name} must fit in int32, found {value!r}") from None
+        except TypeError:
+            raise TypeError(f"{name} must be integer, found {value!r}") from None
+    check_int32(name, value)
+    return jnp.asarray(value).astype(jnp.int32)
+
+
+def check_int32(name: str, array: Any) -> None:
+    """Raise as `as_int32` does; an array without elements may be of any dtype."""
+    if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integer, found {array.dtype.name}")
+    if np.can_cast(array.dtype, np.int32):
+        return
+    known, limits = concrete(array), np.iinfo(np.int32)
+    if known is not None and known.size:
+        for extreme in (int(known.min()), int(known.max())):
+            if not limits.min <= extreme <= limits.max:
+                raise ValueError(f"{name} must fit in int32, found {extreme}")
+
+
 def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """A mask or indices as an array, lists too, of `shape` and `dtype` (jnp.bool or jnp.integer).
+
+    Integers become int32, see `as_int32`.
 
     Raises:
       TypeError, ValueError: another dtype or shape.
     """
-    array = jnp.asarray(value)
+    array = as_int32(name, value) if dtype is jnp.integer else jnp.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, found {array.shape}")
     if not jnp.issubdtype(array.dtype, dtype):
@@ -530,7 +573,7 @@ def check_slots(slots: Any, num_rows: int, batch_size: int) -> jax.Array:
         [-1, batch_size) or a slot named twice.
     """
     slots = check_array("slots", slots, (num_rows,), jnp.integer)
-    known, slots = concrete(slots), slots.astype(jnp.int32)
+    known = concrete(slots)
     if known is None:
         in_range = (slots >= -1) & (slots < batch_size)
         debug_check(lambda: jnp.all(in_range), "insert: slots out of range")
@@ -573,11 +616,10 @@ def check_rows(rows: Any, batch_size: int) -> jax.Array:
       TypeError, ValueError: another dtype, another shape or no row, or (where the values are
         known) rows out of [-1, batch_size).
     """
-    rows = jnp.asarray(rows)
+    rows = as_int32("rows", rows)
     if rows.ndim != 1 or rows.shape[0] < 1:
         raise ValueError(f"rows must have shape (B',) with B' >= 1, found {rows.shape}")
-    rows = check_array("rows", rows, rows.shape, jnp.integer)
-    known, rows = concrete(rows), rows.astype(jnp.int32)
+    known = concrete(rows)
     if known is None:
         in_range = (rows >= -1) & (rows < batch_size)
         debug_check(lambda: jnp.all(in_range), "take: rows out of range")

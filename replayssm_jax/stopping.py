@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.state import as_int32
+
 
 class StopReason(enum.IntEnum):
     """Why a row ended."""
@@ -49,16 +51,17 @@ class Stops:
           batch_size: B.
           tokens: None, an int, [S] for all rows or [B, S] for each; -1 stops nothing. Also B lists
             of different lengths.
-          sequences: None, token sequences, or an array [Q, L] right-aligned and padded with -1.
+          sequences: None, token sequences, or an array [Q, L] right-aligned and padded with -1. A
+            row of padding is no sequence and stops nothing, and so is an empty list.
 
         Raises:
           TypeError: tokens that are no integers.
-          ValueError: wrong shapes, or an empty sequence.
+          ValueError: wrong shapes.
         """
         if isinstance(tokens, list | tuple) and tokens and np.ndim(tokens[0]):
             tokens = _padded(tokens, "stop_tokens")
         if tokens is not None:
-            tokens = _integers(tokens, "stop_tokens")
+            tokens = jnp.atleast_1d(as_int32("stop_tokens", tokens))
             if tokens.ndim > 2 or (tokens.ndim == 2 and tokens.shape[0] != batch_size):
                 raise ValueError(
                     f"stop_tokens must be [S] or [{batch_size}, S], found {tokens.shape}"
@@ -66,12 +69,9 @@ class Stops:
             if tokens.ndim == 1:
                 tokens = jnp.broadcast_to(tokens[None, :], (batch_size, tokens.shape[0]))
         if sequences is not None and not isinstance(sequences, jax.Array):
-            padded = _padded(sequences, "stop_sequences") if len(sequences) else None
-            if not all(len(s) for s in sequences):
-                raise ValueError("a stop sequence must hold at least one token, found an empty one")
-            sequences = padded
+            sequences = _padded(sequences, "stop_sequences") if len(sequences) else None
         if sequences is not None:
-            sequences = _integers(sequences, "stop_sequences")
+            sequences = as_int32("stop_sequences", sequences)
             if sequences.ndim != 2:
                 raise ValueError(f"stop_sequences must be [Q, L], found {sequences.shape}")
         return cls(tokens, sequences)
@@ -93,7 +93,7 @@ class Stops:
             recent = jnp.where(columns >= 0, recent, -2)
             wanted = self.sequences[None, :, :]
             equal = (recent[:, None, :] == wanted) | (wanted == -1)
-            found = jnp.any(jnp.all(equal, axis=2), axis=1)
+            found = jnp.any(jnp.all(equal, axis=2) & jnp.any(wanted != -1, axis=2), axis=1)
             reason = jnp.where(found, jnp.int32(StopReason.SEQUENCE), reason)
         if self.tokens is not None:
             newest = jnp.take_along_axis(tokens, index, axis=1, mode="clip")
@@ -102,18 +102,10 @@ class Stops:
         return reason
 
 
-def _integers(tokens: Any, name: str) -> jax.Array:
-    """`tokens` as int32, at least [S]."""
-    tokens = jnp.atleast_1d(jnp.asarray(tokens))
-    if tokens.size and not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"{name} must hold integer tokens, found {tokens.dtype.name}")
-    return tokens.astype(jnp.int32)
-
-
 def _padded(rows: Sequence[Any], name: str) -> jax.Array:
     """[n, L] int32, lists of tokens right-aligned and padded with -1."""
     if any(np.ndim(row) != 1 for row in rows):
         raise ValueError(f"{name} must hold lists of tokens, found {rows!r}")
     width = max(len(row) for row in rows)
     padded = [[-1] * (width - len(row)) + [*row] for row in rows]
-    return _integers(np.array(padded), name)
+    return as_int32(name, np.array(padded))

@@ -133,8 +133,9 @@ def test_sizes_of_a_spec(field, value, exception, match):
                 "value_dtype must be a floating dtype, found int32",
             ),
             *(
-                (f"{field} None", {field: None}, TypeError, f"{field} must .*dtype.*, found None")
+                (f"{field} {no}", {field: no}, TypeError, f"{field} must .*dtype.*, found {no!r}")
                 for field in ("key_dtype", "value_dtype", "state_dtype")
+                for no in (None, "nope")
             ),
             (
                 "boolean state",
@@ -338,17 +339,23 @@ def test_no_tokens_fold_rows_that_move_together():
     np.testing.assert_array_equal(after.checkpoint, rs.materialize(SPEC, state))
 
 
-@pytest.mark.parametrize("family", ["mamba2", "gated_delta_net", "kda"])
+def raw(family):
+    """A constructor's arguments, of as many heads as key channels."""
+    wide, narrow = np.ones((1, 3, 4, 4), np.float32), np.ones((1, 3, 4), np.float32)
+    arguments = {"A_log": np.zeros(4, np.float32)}
+    if family == "mamba2":
+        return arguments | {"x": wide, "dt": narrow, "B": wide, "C": wide}
+    arguments |= {"q": wide, "k": wide, "v": wide, "b": narrow}
+    return arguments | {"a": wide if family == "kda" else narrow}
+
+
+RAW_FAMILIES = ["mamba2", "gated_delta_net", "kda"]
+
+
+@pytest.mark.parametrize("family", RAW_FAMILIES)
 @pytest.mark.parametrize("wrong", [None, [0.0, 0.0]])
 def test_raw_activations_are_arrays(family, wrong):
-    constructor = getattr(rs.TokenInputs, family)
-    wide, narrow = jnp.ones((1, 1, 2, 4)), jnp.ones((1, 1, 2))
-    arguments = {"A_log": jnp.zeros(2)}
-    if family == "mamba2":
-        arguments |= {"x": wide, "dt": narrow, "B": wide, "C": wide}
-    else:
-        arguments |= {"q": wide, "k": wide, "v": wide, "b": narrow}
-        arguments["a"] = wide if family == "kda" else narrow
+    constructor, arguments = getattr(rs.TokenInputs, family), raw(family)
     constructor(**arguments)
     for name in arguments:
         with pytest.raises(TypeError, match=f"^{name} must be an array, found (None|list)$"):
@@ -356,6 +363,38 @@ def test_raw_activations_are_arrays(family, wrong):
     if wrong:
         with pytest.raises(TypeError, match="dt_bias must be an array, found list"):
             constructor(**arguments, dt_bias=wrong)
+
+
+@pytest.mark.parametrize("family", RAW_FAMILIES)
+def test_shapes_and_dtypes_of_raw_activations(family):
+    constructor = getattr(rs.TokenInputs, family)
+    bias = (4, 4) if family == "kda" else (4,)
+    arguments = raw(family) | {"dt_bias": np.zeros(bias, np.float32)}
+    constructor(**arguments)
+    for name, array in arguments.items():
+        with pytest.raises(TypeError, match=f"^{name} must be of a floating dtype, found int32$"):
+            constructor(**arguments | {name: array.astype(np.int32)})
+        for wrong in (array[..., None], array[..., 0]):
+            found = ", ".join(map(str, wrong.shape))
+            with pytest.raises(
+                ValueError, match=rf"^{name} must have shape .*, found \({found},?\)$"
+            ):
+                constructor(**arguments | {name: wrong})
+    for name, shape, wanted in (
+        ("A_log", (3, 1), r"\[H=4\]"),
+        ("A_log", (), r"\[H=4\]"),
+        ("A_log", (16,), r"\[H=4\]"),
+        ("dt_bias", (16,), r"\[H=4, N=4\]" if family == "kda" else r"\[H=4\]"),
+        ("dt_bias", (4,) if family == "kda" else (4, 4), r"\[H=4(, N=4)?\]"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must have shape {wanted}, found"):
+            constructor(**arguments | {name: np.zeros(shape, np.float32)})
+
+
+@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.0, np.nan)])
+def test_the_limits_of_mamba2(limits):
+    with pytest.raises(ValueError, match=r"dt_limits must be \(lower, upper\), found \("):
+        rs.TokenInputs.mamba2(**raw("mamba2"), dt_limits=limits)
 
 
 def test_gates_as_wide_as_a_parameter_name_it():
@@ -425,6 +464,19 @@ def test_the_lower_bound_of_kda(lower_bound):
                 r"initial must be float32, found bfloat16: pass initial.astype\(jnp.float32\)",
             ),
             (
+                "initial in float64",
+                (2, np.zeros(SPEC.state_shape(2)), "vk"),
+                TypeError,
+                r"initial must be float32, found float64: pass initial.astype\(jnp.float32\)",
+            ),
+            (
+                "initial in a list",
+                (2, np.zeros(SPEC.state_shape(2)).tolist(), "vk"),
+                TypeError,
+                "initial must be an array, found list",
+            ),
+            ("ragged", (2, None, None, "no"), TypeError, "ragged must be a bool, found 'no'"),
+            (
                 "kv for vk",
                 (2, np.zeros((2, 4, 10, 12), np.float32), "vk"),
                 ValueError,
@@ -446,11 +498,12 @@ def test_the_lower_bound_of_kda(lower_bound):
     ),
 )
 def test_init_state(arguments, exception, match):
-    keywords = dict(zip(("initial", "layout"), arguments[1:], strict=False))
+    keywords = dict(zip(("initial", "layout", "ragged"), arguments[1:], strict=False))
     with pytest.raises(exception, match=match):
         rs.init_state(SPEC, arguments[0], **keywords)
 
 
+RECURRENT = (rs.recurrent_step, rs.recurrent_scan)
 STATE_CALLS = {
     "step": lambda spec, state, s: rs.step(spec, state, s.one),
     "verify": lambda spec, state, s: rs.verify(spec, state, s.three),
@@ -549,6 +602,13 @@ def test_states(call, change, exception, match):
     refuses(lambda s: STATE_CALLS[call](SPEC, change(s.ragged), s), exception, match, traced=True)
 
 
+def test_what_is_no_spec():
+    calls = [lambda s, call=call: call(None, s.ragged, s) for call in STATE_CALLS.values()]
+    calls += [lambda s, f=f: f(None, s.recurrent, s.one) for f in RECURRENT]
+    for call in (*calls, lambda s: rs.init_state(None, ROWS)):
+        refuses(call, TypeError, "^spec must be a ReplaySpec, found NoneType", traced=True)
+
+
 def test_the_state_of_a_delta_rule_where_values_are_kept():
     delta = dataclasses.replace(SPEC, rule="delta")
     match = "value of the state must be absent for rule='delta'"
@@ -577,10 +637,17 @@ def test_the_state_of_a_delta_rule_where_values_are_kept():
                 TypeError,
                 "recurrent state must be float32, found bfloat16",
             ),
+            (
+                "a ReplayState",
+                lambda x: setting()["scalar"],
+                TypeError,
+                r"recurrent state must be an array, found ReplayState: .*rs.materialize\(",
+            ),
+            ("none", lambda x: None, TypeError, "recurrent state must be an array, found None"),
         ]
     ),
 )
-@pytest.mark.parametrize("function", [rs.recurrent_step, rs.recurrent_scan])
+@pytest.mark.parametrize("function", RECURRENT)
 def test_recurrent_states(function, change, exception, match):
     refuses(lambda s: function(SPEC, change(s.recurrent), s.one), exception, match, traced=True)
 
@@ -643,6 +710,16 @@ def test_dtypes_of_arguments(argument):
 
 
 @pytest.mark.parametrize(
+    "argument", [a for a in ARGUMENTS if a.split()[0] in ("lengths", "accepted", "slots")]
+)
+def test_integers_do_not_wrap_around(argument):
+    """2**32 + 1 would be 1 in int32."""
+    match = f"{argument.split()[0]} must fit in int32, found .*4294967297"
+    for array in (np.full(ROWS, 2**32 + 1), [2**32 + 1] * ROWS):
+        refuses(lambda s, a=array: ARGUMENTS[argument](s, a), ValueError, match, traced=True)
+
+
+@pytest.mark.parametrize(
     "call, exception, match",
     cases(
         [
@@ -673,13 +750,13 @@ def test_dtypes_of_arguments(argument):
                 "a float number of drafts",
                 lambda s: rs.commit(SPEC, s.scalar, 1.0),
                 TypeError,
-                "accepted must be an integer, found float32",
+                "accepted must be integer, found float32",
             ),
             (
                 "a boolean number of drafts",
                 lambda s: rs.commit(SPEC, s.ragged, True),
                 TypeError,
-                "accepted must be an integer, found bool",
+                "accepted must be integer, found bool",
             ),
             (
                 "a matrix of rows",

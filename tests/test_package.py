@@ -1,8 +1,12 @@
 """What `import replayssm_jax as rs` gives, and what it leaves alone."""
 
+import ast
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +48,18 @@ def test_generate_is_called_through_the_package():
 def test_other_names_raise():
     with pytest.raises(AttributeError, match="has no attribute 'generated'"):
         _ = rs.generated
+
+
+def test_the_examples_import_what_their_extra_installs():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["examples"]
+    given = {re.split(r"\W", name)[0] for name in wanted}
+    given |= {"absl", "replayssm_jax", *sys.stdlib_module_names}  # chex itself needs absl
+    scripts = list((root / "examples").glob("*.py"))
+    given |= {script.stem for script in scripts}
+    for script in scripts:
+        for node in ast.parse(script.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = getattr(node, "module", node.names[0].name)
+                assert module.split(".")[0] in given, f"{script.name} imports {module}"

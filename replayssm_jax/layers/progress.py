@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.state import check_array, concrete
+from replayssm_jax.state import as_int32, check_array, concrete
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +53,9 @@ class Progress:
         Raises:
           TypeError, ValueError: no integers, or another shape.
         """
-        accepted = jnp.asarray(accepted)
+        accepted = as_int32("accepted", accepted)
         shape = self.pending.shape[: accepted.ndim]
-        return check_array("accepted", accepted, shape, jnp.integer).astype(jnp.int32)
+        return check_array("accepted", accepted, shape, jnp.integer)
 
     def flags(self, where: jax.Array) -> jax.Array:
         """Return `where` as bool [B].
@@ -109,7 +109,7 @@ class Span:
         """Place `num_tokens` tokens after `position` [B].
 
         Raises:
-          TypeError: lengths that are no integers.
+          TypeError: lengths that are no integers, masks that are not bool.
           ValueError: both `lengths` and `valid`, an array of the wrong shape, or (where they are
             known) lengths out of [0, T].
         """
@@ -123,12 +123,9 @@ class Span:
             known = concrete(lengths)
             if known is not None and ((known < 0) | (known > num_tokens)).any():
                 raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
-            lengths = jnp.clip(lengths.astype(jnp.int32), 0, num_tokens)
-        for name, mask in (("valid", valid), ("resets", resets)):
-            if mask is not None and mask.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, found {mask.shape}")
+            lengths = jnp.clip(lengths, 0, num_tokens)
         if valid is not None:
-            valid = jnp.asarray(valid, bool)
+            valid = check_array("valid", valid, shape, jnp.bool)
             seen = jnp.cumsum(valid, axis=1, dtype=jnp.int32)
             ranks, counts = seen - 1, jnp.sum(valid, axis=1, dtype=jnp.int32)
         else:
@@ -139,7 +136,7 @@ class Span:
             positions = position[:, None] + ranks
             return cls(position, end, counts, positions, lengths, valid)
         live = valid if valid is not None else steps < counts[:, None]
-        resets = jnp.asarray(resets, bool) & live
+        resets = check_array("resets", resets, shape, jnp.bool) & live
         segments = jnp.cumsum(resets, axis=1, dtype=jnp.int32)
         origin = jax.lax.cummax(jnp.where(resets, ranks, -position[:, None]), axis=1)
         positions = ranks - origin

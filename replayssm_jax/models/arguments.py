@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.inputs import check_arrays
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.models.cache import HybridCache
+from replayssm_jax.spec import check_arrays
 from replayssm_jax.state import check_type, concrete
 
 

@@ -81,10 +81,20 @@ def test_prompt_ends_with_the_head_of_a_function_or_in_the_middle():
     assert plain.text == (b"x = 1\n" * 30)[60:90]
 
 
-def test_bad_arguments_are_errors(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        decode_text.main(["--tokens", "0"])
-    assert "--tokens must be at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--window", "0"], "--window must be at least 1"),
+        (["--prompt-file", "empty"], "empty is empty"),
+        (["--prompt-file", "missing"], "No such file or directory: 'missing'"),
+        (["--prompt-file", "."], "Is a directory: '.'"),
+        (["--prompt-bytes", "100000000"], "no held-out file is longer than twice the prompt of"),
+    ],
+)
+def test_bad_arguments_are_errors(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
-    with pytest.raises(SystemExit, match="is empty"):
-        decode_text.main(["--prompt-file", str(tmp_path / "empty")])
+    with pytest.raises(SystemExit):
+        decode_text.main(arguments)
+    assert message in capsys.readouterr().err

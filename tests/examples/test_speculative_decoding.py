@@ -30,6 +30,7 @@ def test_options_that_cannot_work_are_refused(capsys, monkeypatch, tmp_path):
         (["--drafts", "16"], "at most 15"),
         (["--show", "0"], "--show must be at least 1"),
         (["--family", "kda", "--drafter", "heads"], "no heads for kda"),
+        (["--prompt-bytes", "100000000"], "no held-out file is longer than twice the prompt"),
     ]:
         with pytest.raises(SystemExit):
             speculative_decoding.parse(options)

@@ -144,6 +144,10 @@ def test_a_stop_at_the_first_token(model):
     out = generate(model, PROMPTS, max_new_tokens=N, stop_tokens=first, stop_sequences=never)
     np.testing.assert_array_equal(out.lengths, [1] * B)
     np.testing.assert_array_equal(out.stop_reason, [StopReason.TOKEN] * B)
+    for padding in ([[], never[1]], jnp.full((2, 7), -1)):
+        options = dict(stop_tokens=np.full((B, 1), -1), stop_sequences=padding)
+        out = generate(model, PROMPTS, max_new_tokens=N, **options)
+        np.testing.assert_array_equal(out.tokens, greedy().tokens)
 
 
 def test_resuming_equals_going_on(model):
@@ -324,6 +328,7 @@ def test_under_the_callers_jit(model, monkeypatch):
 
 
 def test_impossible_arguments_raise(model):
+    left, _ = padded("left")
     for options, message in [
         (dict(temperature=1.0), "needs a key"),
         (dict(lengths=[1, 1, 1]), "has its own lengths"),
@@ -331,21 +336,39 @@ def test_impossible_arguments_raise(model):
         (dict(max_new_tokens=-1), "at least 0"),
         (dict(max_new_tokens=0, capacity=0), "capacity must be at least 1, found 0"),
         (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
-        (dict(stop_sequences=[[]]), "at least one token"),
+        (dict(max_new_tokens=2**32 + 1), "max_new_tokens must fit in int32, found 4294967297"),
+        (dict(stop_tokens=[2**40]), "stop_tokens must fit in int32"),
+        (dict(stop_sequences=[[2**40]]), "stop_sequences must fit in int32"),
+        (dict(pad_token=2**40), "pad_token must fit in int32, found 1099511627776"),
+        (dict(bos_token=[1]), r"bos_token must have shape \(\), found \(1,\)"),
         (dict(stop_sequences=[1, 2]), "stop_sequences must hold lists of tokens"),
         (dict(stop_sequences=jnp.array([1, 2])), r"must be \[Q, L\], found \(2,\)"),
         (dict(cache_size=0), "cache_size must be at least 1, found 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             generate(model, PROMPTS, **{"max_new_tokens": 2, **options})
-    for options in (dict(stop_tokens=[1.5]), dict(stop_sequences=[[1.5]])):
-        with pytest.raises(TypeError, match=r"stop_.* must hold integer tokens, found float"):
-            generate(model, PROMPTS, max_new_tokens=2, **options)
+    for name, value in [
+        ("stop_tokens", [1.5]),
+        ("stop_sequences", [[1.5]]),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", True),
+        ("pad_token", 1.7),
+        ("bos_token", 1.5),
+        ("top_k", 2.5),
+    ]:
+        with pytest.raises(TypeError, match=f"^{name} must be integer, found (float|bool)"):
+            generate(model, PROMPTS, **{"max_new_tokens": 2, name: value})
     with pytest.raises(ValueError, match=r"prompt must have shape \[B, T\]"):
         generate(model, np.zeros(3, np.int32), max_new_tokens=2)
     for prompt in (np.zeros((3, 2), np.float32), [[1.0, 2.0]]):
-        with pytest.raises(TypeError, match="integer tokens"):
+        with pytest.raises(TypeError, match="prompt must be integer, found float"):
             generate(model, prompt, max_new_tokens=2)
+    for prompt in (np.full((3, 2), 2**32 + 1), [[1, 2**32 + 1]]):
+        with pytest.raises(ValueError, match="prompt must fit in int32, found 4294967297"):
+            generate(model, prompt, max_new_tokens=2)
+    for name, mask, wanted in (("lengths", [1.7, 2, 2], "integer"), ("valid", left, "bool")):
+        with pytest.raises(TypeError, match=f"{name} must be {wanted}, found (float|int)32"):
+            generate(model, left, max_new_tokens=2, **{name: mask})
     with pytest.raises(ValueError, match="a list of tokens for each row, found the row 1"):
         generate(model, [1, 2, 3], max_new_tokens=2)
     with pytest.raises(TypeError, match=r"such as jax.random.key\(0\), found 0"):

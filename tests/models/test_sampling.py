@@ -145,9 +145,40 @@ def test_keys():
         (dict(top_p=0.0), "top_p must be in"),
         (dict(min_p=1.5), "min_p must be in"),
         (dict(repetition_penalty=0.0), "repetition_penalty must be above 0"),
+        (dict(repetition_penalty=1e-50), "above 0 and finite in float32, found 1e-50"),
+        (dict(repetition_penalty=1e50), r"above 0 and finite in float32, found 1e\+50"),
         (dict(top_k=[1, 2]), "top_k must be a scalar or"),
+        (dict(top_k=2**40), "top_k must fit in int32, found 1099511627776"),
     ],
 )
 def test_impossible_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options).checked(B)
+
+
+@pytest.mark.parametrize("value", ["1", True])
+def test_options_are_numbers(value):
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        with pytest.raises(TypeError, match=f"{name} must be a number, found {value!r}"):
+            Sampling(**{name: value}).checked(B)
+    with pytest.raises(TypeError, match=r"top_k must be integer, found (bool|'1')"):
+        Sampling(top_k=value).checked(B)
+
+
+@pytest.mark.parametrize("options", [{}, dict(top_k=5, top_p=0.8, min_p=0.1)], ids=str)
+@pytest.mark.parametrize("temperature", [1e-40, 1e-30])
+def test_a_temperature_near_zero_is_greedy(temperature, options):
+    result = draw_many(20, temperature=temperature, **options)
+    np.testing.assert_array_equal(result.token, np.broadcast_to(np.argmax(LOGITS, -1), (20, B)))
+    assert not np.asarray(result.sampling_logprob).any()
+    if temperature == 1e-30:  # devices may take a smaller one for 0, which counts as 1
+        assert not np.asarray(result.logprob).any()
+    assert np.isfinite(result.logprob).all()
+
+
+@pytest.mark.parametrize("penalty", [1e-40, 1e-30, 1e38])
+def test_extreme_penalties_keep_a_distribution(penalty):
+    for seen in (jnp.arange(V) % 2 == 0, jnp.ones(V, bool)):
+        seen = jnp.broadcast_to(seen, (B, V))
+        result = draw_many(20, temperature=0.7, repetition_penalty=penalty, seen=seen)
+        assert np.isfinite(result.sampling_logprob).all()

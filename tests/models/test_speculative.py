@@ -140,13 +140,14 @@ def test_drafts_outside_the_vocabulary_end_a_rows_drafts():
     np.testing.assert_array_equal(np.asarray(out.accepted) > 0, [True, True, False])
 
 
-def test_sampled_tokens_with_fixed_drafts_are_those_of_generate():
+@pytest.mark.parametrize("temperature", [1.0, 1e-30])
+def test_sampled_tokens_with_fixed_drafts_are_those_of_generate(temperature):
     model = make_model("gated_delta_net")
     options = dict(
         max_new_tokens=N,
         key=jax.random.split(jax.random.key(3), B),
         repetition_penalty=np.array([1.3, 1.3, 1.0], np.float32),
-        **{**SAMPLED, "temperature": np.array([1.0, 0.0, 0.7], np.float32)},
+        **{**SAMPLED, "temperature": np.array([temperature, 0.0, 0.7], np.float32)},
     )
     wanted = generate(model, PROMPTS, **options)
     out = speculative_generate(model, PROMPTS, scripted(wanted.tokens, 1), **options)

@@ -230,7 +230,8 @@ def _body(model: HybridLM, control: Control, ragged: bool, carry: Carry) -> Carr
     # would copy every state to keep those of ended rows.
     ragged = ragged if cache.pointer is None else cache.pointer.is_ragged
     lengths = live.astype(jnp.int32) if ragged else None
-    logits, cache = model.step(token, cache, lengths=lengths)
+    # Of ended rows any token of the vocabulary: `pad_token` need not be one.
+    logits, cache = model.step(jnp.where(live, drawn.token, 0), cache, lengths=lengths)
     seen = state.seen
     if seen is not None:
         rows = jnp.arange(token.shape[0])

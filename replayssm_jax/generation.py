@@ -19,7 +19,7 @@ from replayssm_jax.models.restack import unstack_layers
 from replayssm_jax.prompts import Prompt, bucket
 from replayssm_jax.sampling import Sampling, row_keys
 from replayssm_jax.spec import check_int, round_up
-from replayssm_jax.state import as_int32, check_array, check_type
+from replayssm_jax.state import as_int32, check_array, check_int32, check_type
 from replayssm_jax.stopping import StopReason, Stops
 
 
@@ -100,7 +100,10 @@ def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
         return capacity, capacity
-    limits = np.asarray(as_int32("max_new_tokens", max_new_tokens))
+    limits = np.asarray(
+        max_new_tokens
+    )  # not a JAX array: under the caller's jit it would be traced
+    check_int32("max_new_tokens", limits)
     if limits.min(initial=0) < 0:
         raise ValueError(f"max_new_tokens must be at least 0, found {limits.tolist()}")
     width = int(limits.max(initial=0))

@@ -325,6 +325,10 @@ def test_under_the_callers_jit(model, monkeypatch):
     out = run(model, left, valid, jnp.array([N, 2, 0], jnp.int32))
     np.testing.assert_array_equal(out.lengths, [N, 2, 0])
     np.testing.assert_array_equal(out.tokens[0], greedy().tokens[0])
+    # What is known stays known: the width of the output.
+    known = dict(stop_tokens=[[1], [], []], stop_sequences=[[1, 2]], pad_token=-7)
+    run = functools.partial(generate, model, max_new_tokens=[2, 0, 7], **known)
+    assert jax.eval_shape(lambda x, valid: run(x, valid=valid), left, valid).tokens.shape == (B, 7)
 
 
 def test_impossible_arguments_raise(model):

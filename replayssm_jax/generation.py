@@ -217,6 +217,7 @@ def _check_state(model: HybridLM, state: GenerateState, batch_size: int, unstack
         ragged=cache.pointer is None or cache.pointer.is_ragged,
         penalised=state.seen is not None,
         unstack=unstack,
+        rounding_key=None,  # as where the state was made: one trace serves both
     )
     if state.hidden is not None:
         hidden = jax.ShapeDtypeStruct((batch_size, model.config.d_model), model.dtype)

@@ -581,7 +581,7 @@ def test_empty_rows_have_keys_of_their_own_for_every_head():
     [
         ({"read_dtype": "float32"}, ValueError, "read_dtype must be one of bfloat16.*float32"),
         ({"read_dtype": "int4"}, ValueError, "read_dtype must be one of .*int8, found int4"),
-        ({"read_dtype": "fp8"}, TypeError, "read_dtype must be one of .*found 'fp8'"),
+        ({"read_dtype": "fp8"}, TypeError, "read_dtype must be a dtype, one of .*'fp8'"),
         (
             {"read_dtype": "int8", "state_dtype": "bfloat16"},
             ValueError,

@@ -100,9 +100,8 @@ def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
         return capacity, capacity
-    limits = np.asarray(
-        max_new_tokens
-    )  # not a JAX array: under the caller's jit it would be traced
+    # No JAX array, which would be traced under the caller's jit.
+    limits = np.asarray(max_new_tokens)
     check_int32("max_new_tokens", limits)
     if limits.min(initial=0) < 0:
         raise ValueError(f"max_new_tokens must be at least 0, found {limits.tolist()}")

@@ -67,8 +67,8 @@ def as_prompt(
         raise ValueError(f"prompt must have shape [B, T], found {tokens.shape}")
     batch_size, width = tokens.shape
     if lengths is not None:
+        values = known(lengths)  # as given: an array of it would be traced under the caller's jit
         lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
-        values = known(lengths)
         if values is not None and ((values < 0) | (values > width)).any():
             raise ValueError(f"lengths must lie in [0, {width}], found {values.tolist()}")
         valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from random_modules import filled
 
+from replayssm_jax import generation
 from replayssm_jax.models import (
     AttentionConfig,
     GatedDeltaNetConfig,
@@ -18,6 +19,7 @@ from replayssm_jax.models import (
     Mamba2Config,
     MoEConfig,
 )
+from replayssm_jax.sampling import Sampling
 
 FAMILIES = ("mamba2", "gated_delta_net", "kda")
 V = 24
@@ -110,6 +112,23 @@ def insert(model, cache, slots, other):
 @jit
 def reset(model, cache, where):
     return model.reset(cache, where)
+
+
+def start(model, prompt, capacity, **options):
+    """What the loops of `generate` and `speculative_generate` begin with: (control, carry)."""
+    defaults = dict(
+        max_new_tokens=capacity,
+        key=None,
+        sampling=Sampling(),
+        stops=(None, None),
+        pad_token=0,
+        cache_size=None,
+        decode="replay",
+        state=None,
+        ragged=False,
+        unstack=True,
+    )
+    return generation.start(model, prompt, capacity=capacity, **defaults | options)
 
 
 def compile_quickly(patch, wrap=lambda f: f):

@@ -19,6 +19,7 @@ from model_cases import (
     make_config,
     make_model,
     random_tokens,
+    start,
 )
 
 from replayssm_jax import generation
@@ -262,21 +263,8 @@ def test_new_weights_and_options_go_through_the_same_loop():
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_conventional_decoding_copies_states_of_ended_rows_only_to_keep_them(model, kept):
-    control, carry = module.start(
-        model,
-        module.as_prompt(PROMPTS),
-        max_new_tokens=N,
-        key=None,
-        sampling=module.Sampling(),
-        stops=(None, None),
-        pad_token=0,
-        capacity=N,
-        cache_size=None,
-        decode="recurrent",
-        state=None,
-        ragged=kept,
-        unstack=True,
-    )
+    prompt = module.as_prompt(PROMPTS)
+    control, carry = start(model, prompt, N, decode="recurrent", ragged=kept)
     text = module._decode.lower(model, carry, control, True, kept).as_text()
     shape = "x".join(map(str, carry.state.cache.layers[0][0].state.shape))
     selects = [line for line in text.splitlines() if "stablehlo.select" in line]
@@ -426,21 +414,7 @@ def test_the_state_of_another_model_raises_and_is_not_lost(model, options, messa
 
 def compiled_loop(model, unstack=True):
     prompt = module.as_prompt(np.zeros((B, 4), np.int32))
-    control, carry = module.start(
-        model,
-        prompt,
-        max_new_tokens=16,
-        key=None,
-        sampling=module.Sampling(),
-        stops=(None, None),
-        pad_token=0,
-        capacity=16,
-        cache_size=None,
-        decode="replay",
-        state=None,
-        ragged=False,
-        unstack=unstack,
-    )
+    control, carry = start(model, prompt, 16, unstack=unstack)
     return carry, module._decode.lower(model, carry, control, unstack, False).compile().as_text()
 
 

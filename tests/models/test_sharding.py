@@ -21,6 +21,7 @@ from model_cases import (
     jit,
     make_config,
     random_tokens,
+    start,
 )
 
 import replayssm_jax as rs
@@ -166,20 +167,13 @@ def test_generate_equals_one_device(family, mesh_shape):
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     assert_close(out.logprobs, expected.logprobs)
     model = on_mesh(family, mesh_shape)
-    control, carry = module.start(
+    control, carry = start(
         model,
         module.as_prompt(PROMPTS),
+        bucket(N),
         max_new_tokens=N,
         key=jax.random.key(0),
         sampling=module.Sampling(**SAMPLED),
-        stops=(None, None),
-        pad_token=0,
-        capacity=bucket(N),
-        cache_size=None,
-        decode="replay",
-        state=None,
-        ragged=False,
-        unstack=True,
     )
     shapes, _ = moved(module._decode.lower(model, carry, control, True, False))
     assert bool(shapes) == (mesh_shape != (8, 1))

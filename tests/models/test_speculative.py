@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from model_cases import FAMILIES, V, compile_quickly, forward, jit, make_model
+from model_cases import FAMILIES, V, compile_quickly, forward, jit, make_model, start
 from random_modules import filled
 
 import replayssm_jax as rs
@@ -571,21 +571,7 @@ def test_one_trace_of_the_model_a_donated_cache_and_no_host(monkeypatch):
         type(model), "verify_hidden", lambda *args, **kw: traced.append(1) or verify(*args, **kw)
     )
     prompt = module.as_prompt(PROMPTS)
-    control, rows = module.start(
-        model,
-        prompt,
-        max_new_tokens=N,
-        key=None,
-        sampling=Sampling(),
-        stops=(None, None),
-        pad_token=0,
-        capacity=32,
-        cache_size=None,
-        decode="replay",
-        state=None,
-        ragged=True,
-        unstack=True,
-    )
+    control, rows = start(model, prompt, 32, max_new_tokens=N, ragged=True)
     drafter = NGramDrafter()
     drafting = module._start_drafting(drafter, prompt, 32, True)
     lowered = module._speculate.lower(model, drafter, rows, drafting, control, True)

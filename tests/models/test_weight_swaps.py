@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from model_cases import compile_quickly, jit, make_model, random_tokens
+from model_cases import compile_quickly, jit, make_model, random_tokens, start
 
 from replayssm_jax import generation
 from replayssm_jax.generate import generate
@@ -84,21 +84,7 @@ def test_peak_memory_is_weights_their_unstacked_copy_and_the_cache(family, patte
     prompt = module.as_prompt(random_tokens(B, 5))
     make_state = dict(decode="replay", ragged=True, penalised=False, unstack=True)
     state = generation._init(model, B, SIZE, **make_state)
-    control, carry = module.start(
-        model,
-        prompt,
-        max_new_tokens=N,
-        key=None,
-        sampling=module.Sampling(),
-        stops=(None, None),
-        pad_token=0,
-        capacity=N,
-        cache_size=SIZE,
-        decode="replay",
-        state=None,
-        ragged=True,
-        unstack=True,
-    )
+    control, carry = start(model, prompt, N, cache_size=SIZE, ragged=True)
     copied = [blocks for blocks, count, _ in model.segments() if count > 1]
     assert bool(copied) == (pattern == "MAMA")
     # The bound that users may count on.

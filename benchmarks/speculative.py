@@ -51,6 +51,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 TRAINED = ("mamba2", "gated_delta_net", "kda")
 # Relative error of log-probabilities: rounding of another order of sums, and of bf16 activations.
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}
+# Of matrix products: a GPU's default rounds float32 operands to TF32.
+PRECISION = {"float32": "highest", "bfloat16": None}
 
 
 @functools.partial(
@@ -171,8 +173,9 @@ class Program(NamedTuple):
         leaves, structure = jax.tree.flatten(arguments)
         return cls(key, lambda leaves: call(*jax.tree.unflatten(structure, leaves)), leaves)
 
-    def lower(self) -> Any:
-        return jax.jit(self.call).lower(self.leaves)
+    def lower(self, precision: str | None) -> Any:
+        with jax.default_matmul_precision(precision):
+            return jax.jit(self.call).lower(self.leaves)
 
 
 def schemes(case: Case, new_tokens: int) -> dict[str, Program]:
@@ -235,7 +238,10 @@ def compile_cases(cases: Sequence[Case], args: argparse.Namespace) -> dict[Hasha
         needed = [*schemes(case, args.passes).values()]
         needed.append(scoring(case, np.zeros((rows, args.passes), np.int32)))
         programs |= {program.key: program for program in needed if program.key not in programs}
-    lowerings = {key: program.lower for key, program in programs.items()}
+    precision = PRECISION[cases[0].dtype]
+    lowerings = {
+        key: functools.partial(program.lower, precision) for key, program in programs.items()
+    }
     return harness.compile_all(lowerings, args.threads)
 
 

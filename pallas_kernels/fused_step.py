@@ -142,13 +142,17 @@ class Step(Fold):
 
     def read_pointer(self) -> None:
         """Where this row stands, from device memory."""
+        p, mode = self.p, self.mode
         self.start, self.length, self.fresh = (
             ref[self.b] for ref in (self.rows.start, self.rows.length, self.rows.fresh)
         )
+        if not mode.masked:
+            self.num_new = p.num_tokens
         # More records than the window holds would be lost without a word: NaN instead.
-        self.outrun = jnp.where(self.length > self.p.window, jnp.nan, 0.0)
-        if not self.mode.masked:
-            self.num_new = self.p.num_tokens
+        room = p.window if mode.fold or not mode.append else p.window - self.num_new
+        self.outrun = jnp.where(self.length > room, jnp.nan, 0.0)
+        decides = mode.fold and mode.decides and p.num_tokens > 0
+        self.due = self.length + self.num_new > p.window if decides else mode.fold
 
     def start_state(self) -> None:
         """Start the copies of the first state tiles."""
@@ -869,7 +873,6 @@ class Step(Fold):
             self.start_state()
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
-        self.due = self.mode.fold & (self.length + self.num_new > p.window)
         if self.copy is not None:
             self.branch(self.start_state, self.start_copy)
         self.start_window()
@@ -932,10 +935,8 @@ class Step(Fold):
 
     def branch(self, with_fold: Callable[[], None], without_fold: Callable[[], None]) -> None:
         """What a row does that is due, or is not; decided here where all rows do the same."""
-        if not self.p.num_tokens:
-            with_fold()
-        elif not self.mode.fold:
-            without_fold()
+        if isinstance(self.due, bool):
+            (with_fold if self.due else without_fold)()
         else:
             pl.when(self.due)(with_fold)
             pl.when(jnp.logical_not(self.due))(without_fold)

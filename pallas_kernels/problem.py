@@ -204,7 +204,8 @@ class Mode:
     """Which parts of the step a kernel has.
 
     Attributes:
-      fold: rows whose tokens would not fit in the window fold; else every row must fit.
+      fold: rows fold; without, those whose tokens would not fit in the window become NaN.
+      decides: only rows fold whose tokens would not fit in the window; without, all of them.
       append: the new tokens are recorded.
       masked: rows may have fewer than T new tokens; without tokens, rows may stay as they are.
       wgmma: fold with the warpgroup-level tensor-core products that only Hopper has.
@@ -212,6 +213,7 @@ class Mode:
     """
 
     fold: bool = True
+    decides: bool = True
     append: bool = True
     masked: bool = True
     wgmma: bool = True

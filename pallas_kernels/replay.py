@@ -6,7 +6,7 @@ ring is of the recurrence's own: see `fused_step.Ring` and `fused_step.Rows`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels.fused_step import Ring, Rows, launch
 from pallas_kernels.problem import Mode, Problem
 from pallas_kernels.read_copy import ReadCopy
+
+# Which rows a step folds first: those that are due, all of them, or none.
+Flush = Literal["due", "all", "none"]
 
 
 def step(
@@ -23,12 +26,13 @@ def step(
     inputs: Any,
     *,
     window: int,
+    flush: Flush = "due",
     masked: bool = True,
     wgmma: bool = True,
     interpret: bool = False,
     copy: ReadCopy | None = None,
 ) -> jax.Array:
-    """Fold the rows whose tokens would not fit in the window, append T tokens, evaluate them.
+    """Fold rows, append T tokens, evaluate them.
 
     Args:
       checkpoint: Ref [B, H P, N] float32, updated in place.
@@ -37,6 +41,8 @@ def step(
       inputs: (q [B, T, G, N], k [B, T, G, N], v [B, T, H, P], g [B, T, H] or [B, T, H, N] float32,
         beta [B, T, H] float32), 1 <= T <= 16.
       window: most committed records of a row.
+      flush: which rows fold: "due" those whose tokens would not fit in the window, "all" those that
+        have tokens, "none" no row, and what does not fit becomes NaN.
       masked: whether rows may have fewer than T tokens, `rows.num_new`.
       wgmma: fold by the tensor-core products that only Hopper has.
       interpret: for the interpreter on CPU.
@@ -49,7 +55,13 @@ def step(
     Raises:
       ValueError: no kernel for these shapes or dtypes.
     """
-    mode = Mode(masked=masked, wgmma=wgmma, interpret=interpret)
+    mode = Mode(
+        fold=flush != "none",
+        decides=flush == "due",
+        masked=masked,
+        wgmma=wgmma,
+        interpret=interpret,
+    )
     return _run(mode, checkpoint, ring, rows, inputs, window, copy)
 
 

@@ -362,16 +362,15 @@ def _verify(
     # Reads before the write, or XLA keeps a copy of the ring to read from.
     output, ring = jax.lax.optimization_barrier((output, state.buffer))
     buffer = _append(spec, ring, pointer, inputs, update, valid)
-    if lengths is None:
-        pending = jnp.full_like(pointer.pending, num_tokens)
-    else:
-        # A loop that flushed all rows dropped the drafts of idle ones too.
-        kept = before.pending if pointer.phase is None else jnp.zeros_like(before.pending)
-        pending = jnp.where(lengths > 0, lengths, kept)
-    state = dataclasses.replace(
-        state, buffer=buffer, pointer=dataclasses.replace(pointer, pending=pending)
-    )
+    pointer = dataclasses.replace(pointer, pending=_drafts(before, num_new))
+    state = dataclasses.replace(state, buffer=buffer, pointer=pointer)
     return output.astype(inputs.v.dtype), state
+
+
+def _drafts(before: Pointer, num_new: jax.Array | int) -> jax.Array:
+    """Pending drafts after a step; a loop that flushes all rows drops those of idle ones, too."""
+    kept = before.pending if before.phase is None else jnp.zeros_like(before.pending)
+    return jnp.where(num_new > 0, jnp.asarray(num_new, jnp.int32), kept)
 
 
 def _verify_by_kernel(
@@ -381,12 +380,19 @@ def _verify_by_kernel(
     lengths: jax.Array | None,
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
-    """The same in one kernel, which decides row by row whether to fold, also inside a loop."""
+    """The same in one kernel, which decides row by row whether to fold, if a loop did not."""
     from replayssm_jax import kernels
 
     num_tokens = inputs.v.shape[1]
-    pointer = state.pointer
+    num_new = num_tokens if lengths is None else lengths
     _check_real_gates(inputs.g, leading(lengths, num_tokens))
+    before = state.pointer
+    flush: kernels.Flush = "due"
+    if before.phase is not None and kernels.takes_flush(implementation):
+        flush = "all" if before.phase.flush else "none"
+    if flush == "all" and lengths is not None:  # rows without tokens, too
+        state, flush = _flush(spec, state, None, implementation), "none"
+    pointer = state.pointer
     output, stored, buffer = kernels.step(
         spec,
         stored_of(state),
@@ -394,14 +400,13 @@ def _verify_by_kernel(
         pointer,
         lengths,
         inputs,
+        flush=flush,
         implementation=implementation,
     )
-    num_new = jnp.asarray(num_tokens if lengths is None else lengths, jnp.int32)
-    pending = jnp.where(num_new > 0, num_new, pointer.pending)
-    pointer = emptied(spec, pointer, is_due(spec, pointer, num_new))
-    pointer = dataclasses.replace(pointer, pending=pending)
-    stored_fields = stored._asdict()
-    return output, dataclasses.replace(state, **stored_fields, buffer=buffer, pointer=pointer)
+    if flush != "none":
+        pointer = emptied(spec, pointer, flush == "all" or is_due(spec, pointer, num_new))
+    pointer = dataclasses.replace(pointer, pending=_drafts(before, num_new))
+    return output, dataclasses.replace(state, **stored._asdict(), buffer=buffer, pointer=pointer)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "implementation"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer, Pointer
+
+if TYPE_CHECKING:
+    from pallas_kernels.replay import Flush
 
 _MODULES = {
     "mosaic_gpu": "replayssm_jax.mosaic_gpu",
@@ -39,6 +42,11 @@ def why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | Non
     return reason
 
 
+def takes_flush(implementation: str) -> bool:
+    """Whether a step can be told to fold all rows or none; Triton's finds out by itself."""
+    return implementation != "triton"
+
+
 def step(
     spec: ReplaySpec,
     stored: Stored,
@@ -47,9 +55,10 @@ def step(
     num_new: jax.Array | None,
     inputs: TokenInputs,
     *,
+    flush: Flush = "due",
     implementation: str,
 ) -> tuple[jax.Array, Stored, InputBuffer]:
-    """Fold the rows that are due, append T tokens, evaluate their outputs.
+    """Fold rows, append T tokens, evaluate their outputs.
 
     Args:
       spec: the layer.
@@ -58,6 +67,8 @@ def step(
       pointer: before the step.
       num_new: None where all T tokens of all rows are real, or int32 [B].
       inputs: T tokens.
+      flush: which rows fold: "due" those whose tokens would not fit in the window; where
+        `takes_flush`, also "all" that have tokens, or "none".
       implementation: whose kernels.
 
     Returns:
@@ -65,7 +76,7 @@ def step(
     """
     batch_size, num_tokens = inputs.v.shape[:2]
     rows = _rows(pointer, batch_size, num_tokens if num_new is None else num_new)
-    run = _in_place(spec, implementation, num_new is not None)
+    run = _in_place(spec, implementation, num_new is not None, flush)
     result: tuple[jax.Array, Stored, InputBuffer] = run(rows, stored, buffer, _tokens(inputs))
     return result
 
@@ -150,8 +161,12 @@ def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=128)
-def _in_place(spec: ReplaySpec, implementation: str, masked: bool) -> Callable[..., Any]:
+def _in_place(
+    spec: ReplaySpec, implementation: str, masked: bool, flush: Flush
+) -> Callable[..., Any]:
     run = functools.partial(_module(implementation).step, spec, implementation, masked)
+    if takes_flush(implementation):
+        run = functools.partial(run, flush)
     return _join_vmapped_axes(jax.jit(run))
 
 

@@ -68,13 +68,18 @@ class Case:
         self.calls = steps * self.count
         self.random = ahead(kernels.random_tokens, spec, batch, tokens, 0)
         one = jax.eval_shape(functools.partial(kernels.random_tokens, spec, batch, tokens), 0)
-        self.mode = Mode()
+        self.mode = Mode(fold=not args.windowed)
+        scan = [kernels.windowed_scan(window, tokens, tokens)] if args.windowed else []
         self.problem = mosaic_gpu.problem_of(spec, batch, tokens)
         self.programs = {}
         for cut in candidates(self.problem, self.mode):
             jax.clear_caches()  # the kernel's among them
-            loop = kernels.loop(kernels.replay_step(spec, "mosaic_gpu", tokens), steps)
-            with mock.patch.object(fused_step, "choose", lambda *_, cut=cut: cut):
+            loop = kernels.loop(kernels.replay_step(spec, "mosaic_gpu", tokens), steps, *scan)
+
+            def choose(problem: Problem, mode: Mode, cut: Config = cut) -> Config | None:
+                return cut if mode.fold == self.mode.fold else configs.choose(problem, mode)
+
+            with mock.patch.object(fused_step, "choose", choose):
                 self.programs[cut] = ahead(loop, *jax.eval_shape(self.start), [one] * self.count)
 
     def start(self) -> tuple[rs.Pointer, list[rs.ReplayState]]:
@@ -117,6 +122,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=harness.count, nargs="+", default=[1])
     parser.add_argument("--window", type=harness.count, help="default: as in kernels.py")
     parser.add_argument("--read-dtype", choices=["none", *formats], default="none")
+    parser.add_argument(
+        "--windowed", action="store_true", help="in rs.scan_steps: cuts of the steps without a fold"
+    )
     parser.add_argument("--repeats", type=harness.count, default=5, help="timed runs of each cut")
     args = parser.parse_args(argv)
     if args.repeats < 2:

@@ -34,6 +34,7 @@ from replayssm_jax.snapshots import Snapshots, verify_snapshots
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 OWN = "own pointers"
+WINDOWED = "windowed"
 
 # Of states against the recurrence in float32, and of bf16 outputs by format of the read copy.
 STATE_LIMIT = 2e-6
@@ -101,7 +102,7 @@ def conventional_states(spec: rs.ReplaySpec, batch: int, count: int) -> tuple[An
     return jnp.zeros((batch,), jnp.int32), [Snapshots.zeros(spec, batch) for _ in range(count)]
 
 
-def loop(step: Step, steps: int) -> Callable[..., Any]:
+def loop(step: Step, steps: int, scan: Callable[..., Any] = jax.lax.scan) -> Callable[..., Any]:
     """A jitted loop over steps of all layers, with donated states."""
 
     def run(shared: Any, states: Any, inputs: Any) -> tuple[Any, Any, Any]:
@@ -115,7 +116,7 @@ def loop(step: Step, steps: int) -> Callable[..., Any]:
 
         tokens = inputs[0].v
         carry = (shared, states, jnp.zeros(tokens.shape, tokens.dtype))
-        return jax.lax.scan(body, carry, None, length=steps)[0]
+        return scan(body, carry, None, length=steps)[0]
 
     return jax.jit(run, donate_argnums=(0, 1))
 
@@ -227,6 +228,16 @@ def loop_steps(window: int, tokens: int, accepted: int) -> int:
     return period * max(1, min(16, 256 // period))
 
 
+def windowed_scan(window: int, tokens: int, accepted: int) -> Callable[..., Any]:
+    """The loop that flushes all rows at the same steps."""
+    return functools.partial(rs.scan_steps, window=flush_period(window, tokens, accepted))
+
+
+def program_of(form: str) -> str:
+    """Whose loop a form runs: staggered rows differ in what their pointer holds alone."""
+    return form if form in (OWN, WINDOWED) else "shared"
+
+
 def default_window(layer: str, tokens: int) -> int:
     """The faster one of 16 and 32, on an H200 with 256 rows."""
     return 32 if tokens > 4 and layers.make_spec(layer).rule == "additive" else 16
@@ -272,15 +283,16 @@ class Case:
         self.random = ahead(random_tokens, self.spec, batch, tokens, 0)
         one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, tokens), 0)
 
-        def compiled(step: Step, start: Callable[[], Any]) -> harness.Program:
-            return ahead(loop(step, steps), *jax.eval_shape(start), [one] * self.count)
+        def compiled(step: Step, start: Callable[[], Any], *scan: Any) -> harness.Program:
+            return ahead(loop(step, steps, *scan), *jax.eval_shape(start), [one] * self.count)
 
         self.programs = {}
         for name in args.implementation:
-            # Staggered rows differ in what their pointer holds alone.
-            for how in dict.fromkeys("own" if how == OWN else "shared" for how in args.forms):
-                start = functools.partial(self.states, OWN if how == "own" else "uniform")
-                self.programs[name, how] = compiled(replay_step(self.spec, name, accepted), start)
+            for how in dict.fromkeys(map(program_of, args.forms)):
+                start = functools.partial(self.states, OWN if how == OWN else "uniform")
+                step = replay_step(self.spec, name, accepted)
+                scan = [windowed_scan(self.window, tokens, accepted)] if how == WINDOWED else []
+                self.programs[name, how] = compiled(step, start, *scan)
         self.baselines = {
             name: compiled(conventional_step(self.spec, name, accepted), self.baseline_states)
             for name in args.baseline
@@ -306,7 +318,7 @@ class Case:
         contenders: dict[Any, harness.Contender] = {}
         for name in args.implementation:
             for how in args.forms:
-                program = self.programs[name, "own" if how == OWN else "shared"]
+                program = self.programs[name, program_of(how)]
                 contenders[name, how] = contender(program, self.states(how), inputs, self.calls)
         for name, program in self.baselines.items():
             started = self.baseline_states()
@@ -506,10 +518,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--forms",
-        choices=("uniform", "staggered", OWN),
+        choices=("uniform", "staggered", WINDOWED, OWN),
         nargs="+",
         default=["uniform"],
-        help="staggered: rows at spread fills; own pointers: one for each layer, not one for all",
+        help="staggered: rows at spread fills; windowed: in rs.scan_steps, which knows when to "
+        "flush; own pointers: one for each layer, not one for all",
     )
     parser.add_argument("--fills", action="store_true", help="time single steps of a window")
     parser.add_argument(

@@ -22,7 +22,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 FAMILIES = {"mamba2": "Mamba-2", "gated_delta_net": "GDN", "kda": "KDA"}
 # What a case may end with where it is not the plain one.
-FORMS = ("staggered", "own pointers")
+FORMS = ("staggered", "windowed", "own pointers")
 IMAGES = Path("docs/images")
 RESULTS = Path(__file__).parent / "results"
 

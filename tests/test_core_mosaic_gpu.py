@@ -13,6 +13,7 @@ from kernel_cases import (
     OtherCut,
     check_read_copies,
     check_snapshots,
+    check_windowed_loop,
     cut_as_for_large_batches,
 )
 
@@ -36,6 +37,10 @@ class TestMosaicGpu(KernelSuite):
         make = functools.partial(self.make_spec, family, window=5)
         names = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"]
         check_read_copies(make, self.implementation, names)
+
+    @pytest.mark.parametrize("read_dtype", [None, "bfloat16", "int8"])
+    def test_windowed_loop(self, family, read_dtype):
+        check_windowed_loop(self.make_spec(family, read_dtype=read_dtype), self.implementation)
 
     def test_drafts_with_a_read_copy(self, family):
         make = functools.partial(self.make_spec, family, window=5, max_tokens=2)

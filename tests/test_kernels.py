@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import check_read_copies, check_snapshots, cut_as_for_large_batches
+from kernel_cases import (
+    check_read_copies,
+    check_snapshots,
+    check_windowed_loop,
+    cut_as_for_large_batches,
+)
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -132,6 +137,17 @@ def test_read_copies_in_the_interpreter(family, max_tokens, names):
     make = functools.partial(make_spec, family, window=3, max_tokens=max_tokens, **dims)
     with dispatch.interpreted_kernels():
         check_read_copies(make, "mosaic_gpu", names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, read_dtype",
+    [("mamba2", "int8"), ("gated_delta_net", None), ("kda", "bfloat16"), ("gla", None)],
+)
+def test_windowed_loops_in_the_interpreter(family, read_dtype):
+    spec = make_spec(family, window=2, read_dtype=read_dtype, **SHAPES[family])
+    with dispatch.interpreted_kernels():
+        check_windowed_loop(spec, "mosaic_gpu")
 
 
 @pytest.mark.slow

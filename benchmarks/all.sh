@@ -33,7 +33,7 @@ part_verify() {
 # Read copies, with longer windows.
 part_copies() {
   kernels --layer "${layers[@]}" --batch 256 --read-dtype bfloat16 int8 float8_e4m3fn \
-    --window 16 32 64 --layers 6 --name copies --repeats 3
+    --window 16 32 64 --forms uniform windowed --layers 6 --name copies --repeats 3
 }
 # The Triton kernels beside the Mosaic ones; needs jax-triton.
 part_triton() {

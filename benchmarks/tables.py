@@ -68,6 +68,11 @@ def _all_rows(record: Record, test: Callable[[Mapping[str, Any]], bool]) -> bool
     return bool(rows) and all(test(row.get("extra", {})) for row in rows)
 
 
+def form_of(row: Mapping[str, Any]) -> str | None:
+    """How the rows of a loop stand, None where they all flush when their window is full."""
+    return next((form for form in FORMS if row["case"].endswith(f", {form}")), None)
+
+
 def label(row: Mapping[str, Any]) -> str:
     """Family and shapes of a row's case, with its tokens and read copy where it has some."""
     shapes = row["case"].split(", ", 1)[1]
@@ -89,7 +94,7 @@ def plain(record: Record) -> dict[str, dict[int, Mapping[str, Any]]]:
     rows = [
         row
         for row in record["rows"]
-        if "fill" not in row["extra"] and not row["case"].endswith(tuple(f", {f}" for f in FORMS))
+        if "fill" not in row["extra"] and form_of(row) is None
     ]
     names = {row["implementation"] for row in rows}
     wanted = next((name for name in ("mosaic_gpu", "triton") if name in names), "xla")
@@ -177,6 +182,8 @@ def windows_table(record: Record) -> str:
     for row in record["rows"]:
         window = row["extra"]["window"]
         name = label(row).removesuffix(f", window {window}")
+        if form := form_of(row):
+            name += f", {form}"
         grouped.setdefault((name, row["batch"]), {})[window] = row
     windows = sorted({window for case in grouped.values() for window in case})
     head = ["conventional → replay, us", "batch", *(f"window {n}" for n in windows)]

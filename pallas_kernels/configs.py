@@ -73,10 +73,9 @@ def _choose(problem: Problem, mode: Mode) -> Config | None:
             if fits(config) > 1 and FILLED <= programs(config) <= FILLED * fits(config) // 2:
                 return config
 
-    # Programs that registers allow: more only beside a read copy, without the solve or any fold.
-    most = 3
-    if problem.read_dtype is not None:
-        most = 5 if not mode.fold else 3 if problem.delta else 4
+    # Programs that registers allow: more only beside a read copy, unless a solve is one branch.
+    solves = problem.solves_again and mode.fold and mode.decides
+    most = 3 if problem.read_dtype is None or solves else 4
 
     def best(config: Config) -> tuple[int, Config]:
         """The programs that run at once on a multiprocessor, and stages that still let them.

@@ -151,7 +151,7 @@ class Step(Fold):
         # More records than the window holds would be lost without a word: NaN instead.
         room = p.window if mode.fold or not mode.append else p.window - self.num_new
         self.outrun = jnp.where(self.length > room, jnp.nan, 0.0)
-        decides = mode.fold and mode.decides and p.num_tokens > 0
+        decides = mode.fold and mode.decides
         self.due = self.length + self.num_new > p.window if decides else mode.fold
 
     def start_state(self) -> None:
@@ -869,11 +869,11 @@ class Step(Fold):
     def work(self) -> None:
         """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
         p, sm = self.p, self.sm
-        if self.copy is None:
+        if self.copy is None or self.mode.folds_all:
             self.start_state()
         tokens = self.load_tokens() if p.num_tokens else []
         self.read_pointer()
-        if self.copy is not None:
+        if self.copy is not None and not self.mode.folds_all:
             self.branch(self.start_state, self.start_copy)
         self.start_window()
         gates = self.load_gates()

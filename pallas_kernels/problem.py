@@ -219,6 +219,11 @@ class Mode:
     wgmma: bool = True
     interpret: bool = False
 
+    @property
+    def folds_all(self) -> bool:
+        """Whether every row folds."""
+        return self.fold and not self.decides
+
 
 def blocks(length: int) -> range:
     """Starts of the 16-record blocks of a padded length."""

@@ -98,7 +98,7 @@ def fold(
 
     Args as `step`; the ring stays as it is, and the pointer is the caller's to move.
     """
-    mode = Mode(append=False, wgmma=wgmma, interpret=interpret)
+    mode = Mode(decides=False, append=False, wgmma=wgmma, interpret=interpret)
     _run(mode, checkpoint, ring, rows, (), window, copy)
 
 

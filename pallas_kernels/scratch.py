@@ -141,7 +141,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     if copied:
         copy = swizzled(p.read_dtype, n)
         reads = Group()
-        if tokens:
+        if tokens and not mode.folds_all:
             reads["copy"] = sm((c.copies, TILE, n), p.read_dtype, transforms=copy)
         uses = [reads]
         if mode.fold:
@@ -156,7 +156,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
         if p.solves_again:
-            reads |= records[0] if tokens else {}
+            reads |= records[0] if tokens and not mode.folds_all else {}
             records = []
         found.append(_union([use for use in uses if use]))
         if p.read_bytes == 1:

@@ -91,11 +91,7 @@ def plain(record: Record) -> dict[str, dict[int, Mapping[str, Any]]]:
 
     Rows at spread fills, with other pointers and of single steps are left out.
     """
-    rows = [
-        row
-        for row in record["rows"]
-        if "fill" not in row["extra"] and form_of(row) is None
-    ]
+    rows = [row for row in record["rows"] if "fill" not in row["extra"] and form_of(row) is None]
     names = {row["implementation"] for row in rows}
     wanted = next((name for name in ("mosaic_gpu", "triton") if name in names), "xla")
     grouped: dict[str, dict[int, Mapping[str, Any]]] = {}

@@ -386,13 +386,11 @@ def _verify_by_kernel(
     num_tokens = inputs.v.shape[1]
     num_new = num_tokens if lengths is None else lengths
     _check_real_gates(inputs.g, leading(lengths, num_tokens))
-    before = state.pointer
+    before = pointer = state.pointer
     flush: kernels.Flush = "due"
-    if before.phase is not None and kernels.takes_flush(implementation):
+    # Rows without tokens would stay as they are, and be too full for a later step without a fold.
+    if before.phase is not None and lengths is None and kernels.takes_flush(implementation):
         flush = "all" if before.phase.flush else "none"
-    if flush == "all" and lengths is not None:  # rows without tokens, too
-        state, flush = _flush(spec, state, None, implementation), "none"
-    pointer = state.pointer
     output, stored, buffer = kernels.step(
         spec,
         stored_of(state),

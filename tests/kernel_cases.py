@@ -180,9 +180,10 @@ def check_windowed_loop(spec, implementation):
         parts = [jax.tree.map(lambda x, i=i: x[i], turns) for i in range(3)]
         scan = functools.partial(rs.scan_steps, window=spec.window)
         found, every = scan(step, state, parts[0])
+        checkpoint = found.checkpoint
         found, some = scan(step_some, found, (parts[1], lengths))
         lost, twice = scan(step_twice, found, parts[2])
-        return every, some, rs.materialize(spec, found), found.checkpoint, twice, lost.checkpoint
+        return every, some, rs.materialize(spec, found), checkpoint, twice, lost.checkpoint
 
     state = rs.init_state(spec, 2, ragged=True)
     *outputs, full, checkpoint, twice, lost = run(state, inputs, implementation)

@@ -31,6 +31,7 @@ from replayssm_jax.state import (
     committed_records,
     concrete,
     emptied,
+    known_mask,
     require_ragged,
 )
 
@@ -84,7 +85,7 @@ def verify(
     lengths = check_lengths(state, lengths, num_tokens)
     if parents is not None:
         parents = check_parents(parents, (batch_size, num_tokens))
-    check_gates(inputs.g, leading(lengths, num_tokens))
+    check_gates(inputs.g, lengths)
     _check_phase(spec, state)
     return _verify(spec, state, inputs, lengths, parents, chosen)
 
@@ -113,7 +114,7 @@ def step(
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
     chosen = dispatch.resolve(implementation, spec, 1, arrays=(state.checkpoint, inputs))
-    check_gates(inputs.g, None)
+    check_gates(inputs.g)
     _check_phase(spec, state)
     return _step(spec, state, inputs, chosen)
 
@@ -206,9 +207,10 @@ def check_lengths(
         debug_check(
             lambda: jnp.all((lengths >= 0) & (lengths <= num_tokens)), "lengths must lie in [0, T]"
         )
-    elif ((known < 0) | (known > num_tokens)).any():
+        return jnp.clip(lengths, 0, num_tokens)
+    if ((known < 0) | (known > num_tokens)).any():
         raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
-    return jnp.clip(lengths, 0, num_tokens)
+    return lengths
 
 
 def check_parents(parents: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -248,12 +250,12 @@ def check_path(
     return path
 
 
-def check_gates(g: jax.Array, real: jax.Array | None) -> None:
-    """Raise ValueError where a `real` token has a known g that is positive or not finite."""
-    known, mask = concrete(g), True if real is None else concrete(real)
-    if known is None or mask is None:
+def check_gates(g: jax.Array, lengths: Any = None, valid: Any = None) -> None:
+    """Raise ValueError where a real token has a known g that is positive or not finite."""
+    known, real = concrete(g), known_mask(lengths, valid, g.shape[1])
+    if known is None or real is None:
         return
-    known = known[mask] if real is not None else known
+    known = known[np.broadcast_to(real, known.shape[:2])]
     if not (np.isfinite(known) & (known <= 0)).all():
         raise ValueError(
             "g must be a finite log-decay of at most 0, found values from "

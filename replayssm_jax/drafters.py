@@ -19,7 +19,7 @@ from replayssm_jax.models.mtp import MTPHeads
 from replayssm_jax.prompts import Prompt
 from replayssm_jax.sampling import Sampling, draw_from, shape_logits
 from replayssm_jax.spec import check_int, round_up
-from replayssm_jax.state import check_type
+from replayssm_jax.state import check_protocol, check_type
 
 # Folded into a row's key: the target folds positions, which are smaller.
 _DRAFTING = 1 << 31
@@ -83,6 +83,23 @@ class Drafter(Protocol):
 
         `tokens` are the newest token and the drafts; 0 are kept in rows that have ended.
         """
+
+
+def check_drafter(drafter: Any, vocab_size: int | None = None) -> None:
+    """Raise unless `drafter` is one, for a target with this vocabulary where it names its own.
+
+    Raises:
+      TypeError: no drafter, or one that is no pytree.
+      ValueError: another vocabulary.
+    """
+    wanted = ("num_drafts", "start", "propose", "observe")
+    check_protocol("drafter", drafter, "a drafter such as NGramDrafter()", wanted)
+    found = getattr(drafter, "vocab_size", None)
+    if vocab_size is not None and found not in (None, vocab_size):
+        raise ValueError(
+            f"drafter must have the target's vocabulary, vocab_size={vocab_size}, found "
+            f"vocab_size={found}"
+        )
 
 
 def reads_hidden(drafter: Drafter) -> bool:
@@ -307,6 +324,7 @@ class MTPDrafter:
     @property
     def vocab_size(self) -> int:
         """Vocabulary of the model that the heads read."""
+        check_protocol("heads", self.heads, "MTPHeads", ("d_model",))
         return _vocab_size(self.model)
 
     def start(self, prompt: Prompt, capacity: int) -> tuple[()]:
@@ -401,6 +419,7 @@ class AdaptiveDrafter:
     @property
     def num_drafts(self) -> int:
         """Most drafts of one round, the other drafter's."""
+        check_drafter(self.drafter)
         return self.drafter.num_drafts
 
     @property

@@ -18,6 +18,7 @@ from replayssm_jax.generation import (
     Control,
     GenerateOutput,
     GenerateState,
+    check_model,
     empty_output,
     room,
     start,
@@ -26,8 +27,8 @@ from replayssm_jax.generation import (
 from replayssm_jax.layers.mixer import Decode
 from replayssm_jax.loops import scan_steps, while_loop
 from replayssm_jax.models.hybrid import HybridLM
-from replayssm_jax.models.restack import unstack_layers
-from replayssm_jax.prompts import as_prompt
+from replayssm_jax.models.restack import unstack_models
+from replayssm_jax.prompts import as_prompt, has_no_rows
 from replayssm_jax.sampling import Sampling, draw
 from replayssm_jax.spec import check_int
 from replayssm_jax.stopping import StopReason
@@ -101,13 +102,14 @@ def generate(
       A `GenerateOutput`. An empty batch gives empty arrays.
 
     Raises:
-      TypeError, ValueError: wrong shapes or dtypes, tokens or sampling options out of range, a
-        temperature without a key, an empty prompt without `bos_token`, a prompt that is longer
-        than the cache, a state of another model. The state is then as it was.
+      TypeError, ValueError: no model, wrong shapes or dtypes, tokens or sampling options out of
+        range, a temperature without a key, an empty prompt without `bos_token`, a prompt that is
+        longer than the cache, a state of another model. The state is then as it was.
     """
+    check_model(model, "step")
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     width, capacity = widths(max_new_tokens, capacity)
-    if len(prompt) == 0:
+    if has_no_rows(prompt):
         return empty_output(width)
     ragged = return_state or state is not None
     control, carry = start(
@@ -163,11 +165,12 @@ def stream(
       TypeError, ValueError: as `generate`, once the first tokens are asked for; a `chunk` that is
         no integer of at least 1, an unknown argument.
     """
+    check_model(model, "step")
     chunk = check_int("chunk", chunk)
     unknown = sorted(options.keys() - _OPTIONS.keys())
     if unknown:
         raise TypeError(f"stream got unknown arguments {unknown}")
-    if len(prompt) == 0:
+    if has_no_rows(prompt):
         return
     given = {**_OPTIONS, **options}
     _, capacity = widths(max_new_tokens, given.pop("capacity"))
@@ -250,7 +253,7 @@ def _body(model: HybridLM, control: Control, ragged: bool, carry: Carry) -> Carr
 
 @functools.partial(jax.jit, static_argnames=("unstack", "ragged"), donate_argnames="carry")
 def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool, ragged: bool) -> Carry:
-    model = unstack_layers(model) if unstack else model
+    model = unstack_models(model) if unstack else model
     body = functools.partial(_body, model, control, ragged)
 
     def unfinished(carry: Carry) -> jax.Array:
@@ -265,7 +268,7 @@ def _decode(model: HybridLM, carry: Carry, control: Control, unstack: bool, ragg
 def _decode_chunk(
     model: HybridLM, carry: Carry, control: Control, chunk: int, unstack: bool, ragged: bool
 ) -> Carry:
-    model = unstack_layers(model) if unstack else model
+    model = unstack_models(model) if unstack else model
 
     def body(carry: Carry, _: None) -> tuple[Carry, None]:
         return _body(model, control, ragged, carry), None

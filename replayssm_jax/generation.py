@@ -15,12 +15,15 @@ from replayssm_jax.layers.mixer import Decode, check_decode
 from replayssm_jax.models.arguments import check_cache, check_end
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
-from replayssm_jax.models.restack import unstack_layers
+from replayssm_jax.models.restack import unstack_models
 from replayssm_jax.prompts import Prompt, bucket
 from replayssm_jax.sampling import Sampling, row_keys
 from replayssm_jax.spec import check_int, round_up
-from replayssm_jax.state import as_int32, check_array, check_int32, check_type
+from replayssm_jax.state import as_int32, check_array, check_protocol, check_type, concrete
 from replayssm_jax.stopping import StopReason, Stops
+
+# What is asked of a model, beside its `step` or its `verify_hidden` and `commit`.
+_MODEL = ("config", "init_cache", "prefill_hidden", "logits")
 
 
 @jax.tree_util.register_dataclass
@@ -92,17 +95,20 @@ class Carry(NamedTuple):
     sampling_logprobs: jax.Array
 
 
+def check_model(model: Any, *wanted: str) -> None:
+    """Raise TypeError unless `model` is a `HybridLM` or has its methods, those in `wanted` too."""
+    check_protocol("model", model, "a HybridLM or a module with its methods", (*_MODEL, *wanted))
+
+
 def widths(max_new_tokens: Any, capacity: int | None) -> tuple[int, int]:
     """Columns to return, and to compile for."""
     if capacity is not None:
         check_int("capacity", capacity)
-    if isinstance(max_new_tokens, jax.core.Tracer):
+    limits = concrete(as_int32("max_new_tokens", max_new_tokens))
+    if limits is None:
         if capacity is None:
             raise ValueError("max_new_tokens is traced: pass capacity, a static bound of it")
         return capacity, capacity
-    # No JAX array, which would be traced under the caller's jit.
-    limits = np.asarray(max_new_tokens)
-    check_int32("max_new_tokens", limits)
     if limits.min(initial=0) < 0:
         raise ValueError(f"max_new_tokens must be at least 0, found {limits.tolist()}")
     width = int(limits.max(initial=0))
@@ -147,14 +153,14 @@ def start(
     if sampling.temperature is not None and keys is None:
         raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
     sampling = sampling.checked(batch_size)
-    if np.shape(max_new_tokens) not in ((), (batch_size,)):
-        raise ValueError(
-            f"max_new_tokens must be an int or [{batch_size}], found {np.shape(max_new_tokens)}"
-        )
-    limits = jnp.broadcast_to(as_int32("max_new_tokens", max_new_tokens), (batch_size,))
+    limits = as_int32("max_new_tokens", max_new_tokens)
+    if limits.shape not in ((), (batch_size,)):
+        raise ValueError(f"max_new_tokens must be an int or [{batch_size}], found {limits.shape}")
+    limits = jnp.broadcast_to(limits, (batch_size,))
     if cache_size is not None:
         check_int("cache_size", cache_size)
     check_decode(decode)
+    position: Any = 0
     if state is None:
         state = _init(
             model,
@@ -172,14 +178,15 @@ def start(
             raise ValueError("rounding_key goes with new states: the given one has its own or none")
         if sampling.repetition_penalty is not None and state.seen is None:
             raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
+        position = state.cache.progress.position
     if keeps_hidden and state.hidden is None:
         # A state of `generate` has none: the first drafts then follow from zeros.
         hidden = jnp.zeros((batch_size, model.config.d_model), model.dtype)
         state = dataclasses.replace(state, hidden=hidden)
     elif not keeps_hidden:
         state = dataclasses.replace(state, hidden=None)
-    counts: Any = width if prompt.valid is None else jnp.sum(prompt.valid, axis=1, dtype=jnp.int32)
-    check_end(state.cache.progress.position + counts, counts, state.cache.size)
+    counts: Any = width if prompt.valid is None else prompt.valid.sum(axis=1, dtype=np.int32)
+    check_end(position, counts, state.cache.size)
     control = Control(
         sampling=sampling,
         stops=Stops.make(batch_size, *stops),
@@ -256,7 +263,7 @@ def _init(
     rounding_key: jax.Array | None = None,
 ) -> GenerateState:
     """Make the state of empty rows: one program, and on a mesh every part where it belongs."""
-    model = unstack_layers(model) if unstack else model
+    model = unstack_models(model) if unstack else model
     shape = batch_size, model.config.vocab_size
     return GenerateState(
         cache=model.init_cache(
@@ -276,7 +283,7 @@ def _prefill(
     capacity: int,
     unstack: bool,
 ) -> Carry:
-    model = unstack_layers(model) if unstack else model
+    model = unstack_models(model) if unstack else model
     tokens, valid = prompt
     batch_size, width = tokens.shape
     logits, seen, hidden = state.logits, state.seen, state.hidden

@@ -79,9 +79,9 @@ def prefill(
     if chunk_size is None:
         chunk_size = _CHUNK_SIZE[spec.decay]
     chunk_size = check_int("chunk_size", chunk_size)
+    check_gates(inputs.g, lengths, valid)
     if lengths is not None:
         valid = leading(lengths, num_tokens)
-    check_gates(inputs.g, valid)
     return _prefill(spec, state, inputs, valid, resets, min(chunk_size, max(num_tokens, 1)))
 
 

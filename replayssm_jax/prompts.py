@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax.models.arguments import check_vocabulary
-from replayssm_jax.state import as_int32, check_array, check_int32
+from replayssm_jax.state import as_int32, check_array, check_int32, concrete, known_mask
 
 SMALLEST_BUCKET = 16
 
@@ -67,27 +67,25 @@ def as_prompt(
         raise ValueError(f"prompt must have shape [B, T], found {tokens.shape}")
     batch_size, width = tokens.shape
     if lengths is not None:
-        values = known(lengths)  # as given: an array of it would be traced under the caller's jit
         lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
-        if values is not None and ((values < 0) | (values > width)).any():
-            raise ValueError(f"lengths must lie in [0, {width}], found {values.tolist()}")
-        valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
+        known = concrete(lengths)
+        if known is not None and ((known < 0) | (known > width)).any():
+            raise ValueError(f"lengths must lie in [0, {width}], found {known.tolist()}")
+        valid = known_mask(lengths, None, width)
+        if valid is None:  # traced
+            valid = jnp.arange(width, dtype=jnp.int32)[None, :] < lengths[:, None]
     if valid is not None:
         valid = check_array("valid", valid, tokens.shape, jnp.bool)
-    result = Prompt(tokens, valid)
     bos = None if bos_token is None else check_array("bos_token", bos_token, (), jnp.integer)
-    if not continues:
-        result = _with_bos(result, bos)
+    result = Prompt(tokens, valid) if continues else _with_bos(tokens, valid, bos)
     if vocab_size is not None:
-        check_vocabulary(result.tokens, result.valid, vocab_size)
+        check_vocabulary(result.tokens, known_mask(None, result.valid, width), vocab_size)
     return result
 
 
-def known(x: Any) -> np.ndarray | None:
-    """Return the values of an array, None while it is traced or where other hosts hold a part."""
-    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return None
-    return np.asarray(x)
+def has_no_rows(prompt: Any) -> bool:
+    """Whether the batch is empty."""
+    return not prompt if isinstance(prompt, list | tuple) else np.shape(prompt)[:1] == (0,)
 
 
 def _token_list(row: Any) -> np.ndarray:
@@ -100,14 +98,13 @@ def _token_list(row: Any) -> np.ndarray:
     return tokens.astype(np.int32)
 
 
-def _with_bos(prompt: Prompt, bos_token: jax.Array | None) -> Prompt:
-    tokens, valid = prompt
+def _with_bos(tokens: Any, valid: Any, bos_token: Any) -> Prompt:
     batch_size, width = tokens.shape
     if width and valid is None:
-        return prompt
+        return Prompt(tokens, None)
     if valid is None:
-        valid = jnp.zeros(tokens.shape, bool)
-    mask = known(valid)
+        valid = np.zeros(tokens.shape, bool)
+    mask = concrete(valid)
     if mask is not None and mask.any(axis=1).all():
         return Prompt(tokens, valid)
     if bos_token is None:
@@ -115,8 +112,8 @@ def _with_bos(prompt: Prompt, bos_token: jax.Array | None) -> Prompt:
             return Prompt(tokens, valid)
         raise ValueError("a row has no prompt: pass bos_token, the token to start from")
     if not width:
-        shape = (batch_size, 1)
-        return Prompt(jnp.full(shape, bos_token, jnp.int32), None)
-    empty = ~jnp.any(valid, axis=1, keepdims=True)
-    first = (jnp.arange(width) == 0)[None, :] & empty
-    return Prompt(jnp.where(first, bos_token, tokens), valid | first)
+        zeros: Any = np.zeros((batch_size, 1), np.int32)
+        return Prompt(zeros + bos_token, None)
+    first = (np.arange(width) == 0)[None, :] & ~valid.any(axis=1, keepdims=True)
+    xp: Any = jnp if any(isinstance(x, jax.Array) for x in (tokens, first, bos_token)) else np
+    return Prompt(xp.where(first, bos_token, tokens), valid | first)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.state import as_int32, concrete
+from replayssm_jax.state import as_array, as_int32, cast, concrete
 
 
 @jax.tree_util.register_dataclass
@@ -74,11 +74,11 @@ class Sampling:
 
 
 def _as_float32(name: str, value: Any) -> jax.Array:
-    array = value if hasattr(value, "dtype") else np.asarray(value)
+    array = as_array(name, value, "a number")
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name} must be a number, found {value!r}")
     with np.errstate(over="ignore"):  # becomes infinity, for the ranges to judge
-        return jnp.asarray(array, jnp.float32)
+        return cast(array, np.float32)
 
 
 class Draw(NamedTuple):

@@ -17,6 +17,7 @@ from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import check_array
 
 
 @jax.tree_util.register_dataclass
@@ -39,15 +40,20 @@ class Snapshots:
 
     def at(self, position: jax.Array) -> jax.Array:
         """Return the states [B, H, P, N] after `position` int32 [B] tokens."""
+        position = self._rows("position", position, jnp.integer)
         slots = (position % self.states.shape[1]).reshape(-1, 1, 1, 1, 1)
         return jnp.take_along_axis(self.states, slots, axis=1)[:, 0]
 
     def put(self, position: jax.Array, state: jax.Array, where: Any = True) -> Snapshots:
         """Keep `state` [B, H, P, N] as that after `position` [B] tokens, `where` (bool [B])."""
-        size = self.states.shape[1]
+        size, position = self.states.shape[1], self._rows("position", position, jnp.integer)
+        where = True if where is True else self._rows("where", where, jnp.bool)
         slots = jnp.where(where, position % size, size)
         rows = jnp.arange(position.shape[0], dtype=jnp.int32)
         return Snapshots(self.states.at[rows, slots].set(state, mode="drop"))
+
+    def _rows(self, name: str, value: Any, dtype: Any) -> jax.Array:
+        return check_array(name, value, self.states.shape[:1], dtype)
 
 
 def verify_snapshots(
@@ -90,6 +96,9 @@ def verify_snapshots(
             f"T must be between 1 and max_tokens={spec.max_tokens}, found T={num_tokens}"
         )
     check_inputs(spec, inputs, snapshots.states.shape[0], max_tokens=spec.max_tokens)
+    position = snapshots._rows("position", position, jnp.integer)
+    if lengths is not None:
+        lengths = snapshots._rows("lengths", lengths, jnp.integer)
     spec = dataclasses.replace(spec, read_dtype=None)  # which snapshots have no use for
     arrays = (snapshots, inputs)
     chosen = dispatch.resolve(implementation, spec, num_tokens, arrays=arrays)

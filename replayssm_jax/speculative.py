@@ -9,13 +9,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.drafters import Drafter, Drafts, Turn, reads_hidden
+from replayssm_jax.drafters import Drafter, Drafts, Turn, check_drafter, reads_hidden
 from replayssm_jax.generation import (
     Carry,
     Control,
     GenerateOutput,
     GenerateState,
     check_generate_state,
+    check_model,
     empty_output,
     room,
     start,
@@ -23,8 +24,8 @@ from replayssm_jax.generation import (
 )
 from replayssm_jax.models.arguments import check_rolls_back
 from replayssm_jax.models.hybrid import HybridLM
-from replayssm_jax.models.restack import unstack_layers
-from replayssm_jax.prompts import Prompt, as_prompt
+from replayssm_jax.models.restack import unstack_models
+from replayssm_jax.prompts import Prompt, as_prompt, has_no_rows
 from replayssm_jax.sampling import Draw, Sampling, draw, draw_from, score, shape_logits
 from replayssm_jax.state import check_array
 from replayssm_jax.stopping import StopReason
@@ -130,19 +131,20 @@ def speculative_generate(
       A `SpeculativeOutput`. An empty batch gives empty arrays.
 
     Raises:
-      TypeError, ValueError: as `generate`; more drafts than the model's `max_tokens` allow; a
-        state whose rows move together or cannot roll back; drafts of wrong shapes or dtypes; a
-        drafter's model with another vocabulary.
+      TypeError, ValueError: as `generate`; no drafter; more drafts than the model's `max_tokens`
+        allow; a state whose rows move together or cannot roll back; drafts of wrong shapes or
+        dtypes; a drafter's model with another vocabulary.
     """
+    check_model(model, "verify_hidden", "commit")
     most = model.config.max_tokens
-    _check_drafter(drafter, model.config.vocab_size)
+    check_drafter(drafter, model.config.vocab_size)
     if drafter.num_drafts >= most:
         raise ValueError(
             f"{drafter.num_drafts} drafts need a model with max_tokens={drafter.num_drafts + 1}, "
             f"found max_tokens={most}"
         )
     width, capacity = widths(max_new_tokens, capacity)
-    if len(prompt) == 0:
+    if has_no_rows(prompt):
         empty = empty_output(width)
         return SpeculativeOutput(
             **vars(empty), proposed=empty.lengths, accepted=jnp.zeros_like(empty.lengths)
@@ -201,39 +203,9 @@ def speculative_generate(
     )
 
 
-def _check_drafter(drafter: Drafter, vocab_size: int) -> None:
-    wanted = ("num_drafts", "start", "propose", "observe")
-    missing = [name for name in wanted if not hasattr(drafter, name)]
-    if missing or isinstance(drafter, type):
-        raise TypeError(
-            f"drafter must be a drafter such as NGramDrafter(), found {drafter!r}"
-            + (f" without {', '.join(missing)}" if missing else "")
-        )
-    if jax.tree_util.all_leaves([drafter]):
-        raise TypeError(
-            f"drafter must be a pytree, found {drafter!r}: register its class, with "
-            "jax.tree_util.register_static where it holds no arrays"
-        )
-    found = getattr(drafter, "vocab_size", None)
-    if found not in (None, vocab_size):
-        raise ValueError(
-            f"drafter must have the target's vocabulary, vocab_size={vocab_size}, found "
-            f"vocab_size={found}"
-        )
-
-
-def _unstacked(tree: Any) -> Any:
-    """The models in `tree` with their stacked layers apart."""
-    return jax.tree.map(
-        lambda x: unstack_layers(x) if isinstance(x, HybridLM) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, HybridLM),
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("capacity", "unstack"))
 def _start_drafting(drafter: Drafter, prompt: Prompt, capacity: int, unstack: bool) -> Any:
-    return (_unstacked(drafter) if unstack else drafter).start(prompt, capacity)
+    return (unstack_models(drafter) if unstack else drafter).start(prompt, capacity)
 
 
 @functools.partial(jax.jit, static_argnames="unstack", donate_argnames=("rows", "drafting"))
@@ -246,7 +218,7 @@ def _speculate(
     unstack: bool,
 ) -> _Loop:
     if unstack:
-        model, drafter = _unstacked((model, drafter))
+        model, drafter = unstack_models((model, drafter))
     state = rows.state
     drawn = draw(
         control.sampling,

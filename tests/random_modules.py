@@ -1,9 +1,15 @@
-"""Flax modules with random parameters, for tests of layers and models."""
+"""What tests of layers and of models share: random parameters, and arrays given as lists."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+# Compiling takes most of the time of these tests.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def filled(make, seed=0):
@@ -28,3 +34,11 @@ def filled(make, seed=0):
         return jnp.asarray(noise, leaf.dtype)
 
     return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(fill, state))
+
+
+def assert_takes_lists(call, operands, lists):
+    """Lists, and NumPy's arrays that a trace closes over, are taken as JAX's arrays are."""
+    expected = jax.eval_shape(call, *operands, **{k: jnp.asarray(x) for k, x in lists.items()})
+    for given in (lists, {k: np.asarray(x) for k, x in lists.items()}):
+        found = jax.eval_shape(functools.partial(call, **given), *operands)
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)

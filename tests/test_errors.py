@@ -11,6 +11,7 @@ from jax.experimental import checkify
 from oracle import make_spec, random_inputs, tokens
 
 import replayssm_jax as rs
+from replayssm_jax.state import as_int32, concrete
 
 SPEC = make_spec("mamba2", window=5, max_tokens=3)
 CHANNEL_SPEC = make_spec("gla", window=5, max_tokens=3)
@@ -36,8 +37,10 @@ def setting():
     inputs = jax.tree.map(np.asarray, random_inputs(SPEC, ROWS, 4))
     scalar = rs.init_state(SPEC, ROWS)
     ragged = rs.init_state(SPEC, ROWS, ragged=True)
+    drafted = rs.verify(SPEC, scalar, tokens(inputs, 0, 2))[1]
     return {
-        "scalar": rs.verify(SPEC, scalar, tokens(inputs, 0, 2))[1],
+        "scalar": drafted,
+        "committed": rs.commit(SPEC, drafted, 2),
         "ragged": rs.verify(SPEC, ragged, tokens(inputs, 0, 2))[1],
         "one": tokens(inputs, 0, 1),
         "three": tokens(inputs, 0, 3),
@@ -53,13 +56,18 @@ class Setting(dict):
 
 
 def refuses(call, exception, match, *, traced):
-    """The call raises, eagerly and (for static facts) while traced, and changes nothing."""
+    """The call raises, eagerly and in a trace, and changes nothing.
+
+    Static facts (`traced`) raise on traced states, values where a trace closes over what it knows.
+    """
     before = jax.tree.map(np.array, setting())
     with pytest.raises(exception, match=match):
         call(Setting(setting()))
-    if traced:
-        with pytest.raises(exception, match=match):
+    with pytest.raises(exception, match=match):
+        if traced:
             jax.eval_shape(lambda s: call(Setting(s)), setting())
+        else:
+            jax.eval_shape(lambda: call(Setting(setting())))
     jax.tree.map(np.testing.assert_array_equal, setting(), before)
 
 
@@ -750,7 +758,7 @@ def test_integers_do_not_wrap_around(argument):
                 "a float number of drafts",
                 lambda s: rs.commit(SPEC, s.scalar, 1.0),
                 TypeError,
-                "accepted must be integer, found float32",
+                "accepted must be integer, found float64",
             ),
             (
                 "a boolean number of drafts",
@@ -1040,7 +1048,7 @@ TAKE = lambda s, x: rs.take(SPEC, s.ragged, x)  # noqa: E731
             ),
             (
                 "a second commit",
-                lambda s, x: rs.commit(SPEC, rs.commit(SPEC, s.scalar, x), x),
+                lambda s, x: rs.commit(SPEC, s.committed, x),
                 1,
                 r"accepted must lie in \[0, pending\], found accepted=1 and pending=0",
             ),
@@ -1057,25 +1065,82 @@ TAKE = lambda s, x: rs.take(SPEC, s.ragged, x)  # noqa: E731
                 r"slots must lie in \[-1, 3\), found \[0, 1, -2\]",
             ),
             ("a slot twice", INSERT, ints([2, 1, 2]), r"slots must be distinct, found \[2, 1, 2\]"),
+            (
+                "a parent after its child",
+                lambda s, x: rs.verify(SPEC, s.ragged, s.three, parents=x),
+                [[-1, 0, 2]] * ROWS,
+                r"smaller than its token's own, found parents=\[\[-1, 0, 2\]",
+            ),
+            (
+                "a path that falls",
+                lambda s, x: rs.commit(SPEC, s.ragged, 2, path=x),
+                [[1, 0]] * ROWS,
+                r"in rising order, found path=\[\[1, 0\]",
+            ),
             ("rows above B", TAKE, ints([3]), r"rows must lie in \[-1, 3\), found \[3\]"),
             ("rows below -1", TAKE, ints([0, -2]), r"rows must lie in \[-1, 3\), found \[0, -2\]"),
         ]
     ),
 )
-def test_known_values(call, value, match):
-    refuses(lambda s: call(s, value), ValueError, match, traced=False)
+@pytest.mark.parametrize("kind", ["list", "numpy", "jax"])
+def test_known_values(call, value, match, kind):
+    known = np.asarray(value)
+    known = {"list": known.tolist(), "numpy": known, "jax": jnp.asarray(value)}[kind]
+    refuses(lambda s: call(s, known), ValueError, match, traced=False)
+
+
+def test_numbers_of_which_some_are_traced():
+    """A list of them is traced as a whole."""
+    s = Setting(setting())
+    commit = quick(lambda n: rs.commit(SPEC, s.ragged, [n, 9, 0]))
+    np.testing.assert_array_equal(commit(1).pointer.length, [1, 2, 0])
+
+
+@pytest.mark.parametrize("value", [None, "two", [None] * ROWS, [[0], [0, 1]], 1j, {}])
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_what_is_no_array(argument, value):
+    name = argument.split()[0]
+    if value is None and name in ("lengths", "where", "valid", "resets"):
+        value = object()
+    kind = "bool" if name in ("where", "valid", "resets") else "integer"
+    match = f"{name} must (be {kind}|have one shape|have shape .*), found"
+    refuses(lambda s: ARGUMENTS[argument](s, value), (TypeError, ValueError), match, traced=True)
+
+
+def test_integers_are_int32_under_x64():
+    with jax.enable_x64(True):
+        for value in (3, [3], np.int64(3), np.full(1, 3), jnp.full(1, 3, jnp.int64)):
+            for found in (as_int32("n", value), jax.eval_shape(lambda v=value: as_int32("n", v))):
+                assert (found.dtype, found.shape) == (jnp.int32, np.shape(value))
+            assert concrete(as_int32("n", value)) == 3
+        for value in (2**40, [2**70], jnp.full(1, 2**40)):
+            for run in (as_int32, lambda n, v: jax.eval_shape(lambda: as_int32(n, v))):
+                with pytest.raises(ValueError, match="n must fit in int32, found"):
+                    run("n", value)
 
 
 @pytest.mark.parametrize("gate", [0.5, np.nan, -np.inf, np.inf])
-@pytest.mark.parametrize("call", ["step", "verify", "prefill"])
-def test_known_gates(call, gate):
-    def run(s):
+@pytest.mark.parametrize(
+    "call, masks",
+    [
+        ("step", {}),
+        ("verify", {}),
+        ("verify", {"lengths": [0, 1, 1]}),
+        ("prefill", {}),
+        ("prefill", {"lengths": [0, 1, 1]}),
+        ("prefill", {"valid": [[False], [True], [True]]}),
+    ],
+)
+def test_known_gates(call, masks, gate):
+    def run(s, row=1):
         g = s.one.g.copy()
-        g[1, 0, 2] = gate
-        return CALLS[call](s, SPEC, dataclasses.replace(s.one, g=g))
+        g[row, 0, 2] = gate
+        return getattr(rs, call)(SPEC, s.ragged, dataclasses.replace(s.one, g=g), **masks)
 
     match = rf"g must be a finite log-decay of at most 0, found values from .*{gate}.*reset"
     refuses(run, ValueError, match, traced=False)
+    if masks:
+        run(Setting(setting()), row=0)  # of a token that is not real
 
 
 def quick(function):

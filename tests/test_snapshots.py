@@ -77,8 +77,27 @@ def test_no_copy_of_the_snapshots_is_made():
     assert not re.findall(rf"= f32\[{shape}\]\S* copy\(", program.as_text())
 
 
+def test_lists_are_positions_and_lengths():
+    spec = make_spec("kda", max_tokens=2)
+    inputs, snapshots = random_inputs(spec, B, 2), Snapshots.zeros(spec, B)
+    state, where = jnp.ones(spec.state_shape(B)), [True, False, True]
+    put = Snapshots.put(snapshots, [0, 1, 2], state, where)
+    np.testing.assert_array_equal(put.at([0, 1, 2])[:, 0, 0, 0], where)
+    found = verify_snapshots(spec, put, inputs, [0, 1, 2], [2, 0, 1])
+    expected = verify_snapshots(spec, put, inputs, jnp.array([0, 1, 2]), jnp.array([2, 0, 1]))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_impossible_arguments_raise():
     spec = make_spec("kda", max_tokens=2)
+    snapshots, inputs = Snapshots.zeros(spec, B), random_inputs(spec, B, 2)
+    for position, lengths, error, match in [
+        ([0.5] * B, None, TypeError, "position must be integer, found float64"),
+        ([0] * 2, None, ValueError, r"position must have shape \(3,\), found \(2,\)"),
+        ([0] * B, [True] * B, TypeError, "lengths must be integer, found bool"),
+    ]:
+        with pytest.raises(error, match=match):
+            verify_snapshots(spec, snapshots, inputs, position, lengths)
     with pytest.raises(ValueError, match="T must be between 1 and max_tokens=2, found T=3"):
         verify_snapshots(
             spec, Snapshots.zeros(spec, B), random_inputs(spec, B, 3), jnp.zeros(B, jnp.int32)

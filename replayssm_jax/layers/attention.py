@@ -236,7 +236,8 @@ class Attention(CachedLayer):
         stored = jnp.ones(span.positions.shape, bool) if span.live is None else span.live
         if span.segments is not None:
             last = jnp.max(span.segments, axis=1, initial=0)
-            stored &= span.segments == last[:, None]
+            # Not in place: the mask may be an array of the caller's.
+            stored = stored & (span.segments == last[:, None])
         slots = jnp.where(stored, span.positions, size)
         rows = jnp.arange(slots.shape[0])[:, None]
 

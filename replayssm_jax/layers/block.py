@@ -12,6 +12,7 @@ from flax import nnx
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
 from replayssm_jax.layers.progress import Span
+from replayssm_jax.spec import check_arrays
 
 
 class HybridBlock(nnx.Module):
@@ -87,6 +88,7 @@ class HybridBlock(nnx.Module):
     def _run(
         self, x: jax.Array, cache: tuple[Any, ...] | None, run: Callable[..., Any]
     ) -> tuple[jax.Array, tuple[Any, ...] | None]:
+        check_arrays(x=x)
         new = []
         if self.mixer_norm is not None:
             h = x if self.post_norm else self.mixer_norm(x)

@@ -12,6 +12,7 @@ from flax import nnx
 from replayssm_jax.layers.cache import reset_rows
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.layers.sharding import MeshAxes
+from replayssm_jax.spec import check_arrays
 
 Mode = Literal["prefill", "verify"]
 
@@ -58,11 +59,12 @@ class CachedLayer(nnx.Module):
           y [B, T, d], zero where a token is not real, and the cache.
 
         Raises:
-          ValueError: both `lengths` and `valid`, or an array of the wrong shape.
+          TypeError: no array or one of the wrong dtype.
+          ValueError: both `lengths` and `valid`, an array of the wrong shape, or (where they are
+            known) lengths out of [0, T].
         """
+        position = positions(x, cache)
         progress = None if cache is None else cache.progress
-        position = jnp.zeros((x.shape[0],), jnp.int32) if progress is None else progress.position
-        _check_rows(x, position)
         if x.shape[1] == 0:
             return jnp.zeros(x.shape, self.dtype), cache
         span = Span.make(position, x.shape[1], lengths=lengths, valid=valid, resets=resets)
@@ -75,8 +77,7 @@ class CachedLayer(nnx.Module):
         self, x: jax.Array, cache: Any, *, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Run T <= max_tokens drafts [B, T, d]; they stay pending until `commit`."""
-        _check_rows(x, cache.progress.position)
-        span = Span.make(cache.progress.position, x.shape[1], lengths=lengths)
+        span = Span.make(positions(x, cache), x.shape[1], lengths=lengths)
         y, new = self.advance(x, cache, span, mode="verify")
         return y, dataclasses.replace(new, progress=cache.progress.drafted(span))
 
@@ -89,8 +90,18 @@ class CachedLayer(nnx.Module):
         return reset_rows(cache, cache.progress.flags(where))
 
 
-def _check_rows(x: jax.Array, position: jax.Array) -> None:
+def positions(x: Any, cache: Any) -> jax.Array:
+    """Return the position [B] of each row of `x` in `cache`, zeros without one.
+
+    Raises:
+      TypeError, ValueError: an `x` that is no array [B, T, d], or of other rows than the cache.
+    """
+    check_arrays(x=x)
     if x.ndim != 3:
         raise ValueError(f"x must have shape [B, T, d], found {x.shape}: one token is x[:, None]")
+    if cache is None:
+        return jnp.zeros((x.shape[0],), jnp.int32)
+    position: jax.Array = cache.progress.position
     if x.shape[0] != position.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows, the cache {position.shape[0]}")
+    return position

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from replayssm_jax.decode import commit, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.layers.cache import MixerCache, reset_pointer
-from replayssm_jax.layers.cached import CachedLayer, Mode
+from replayssm_jax.layers.cached import CachedLayer, Mode, positions
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
@@ -25,7 +25,13 @@ from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import ReplayState, check_rounding_key, init_state, materialize
+from replayssm_jax.state import (
+    ReplayState,
+    check_array,
+    check_rounding_key,
+    init_state,
+    materialize,
+)
 
 Decode = Literal["replay", "recurrent", "snapshot"]
 
@@ -115,10 +121,13 @@ class ReplayMixer(CachedLayer):
         resets: jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache | None]:
         """Advance by the tokens of `x` and commit them; arguments as in `CachedLayer`."""
-        one_mask = lengths is None or valid is None
+        rows, one_mask = positions(x, cache).shape, lengths is None or valid is None
         if cache is not None and x.shape[1] == 1 and resets is None and one_mask:
             if valid is not None:
+                valid = check_array("valid", valid, (*rows, 1), jnp.bool)
                 lengths = valid[:, 0].astype(jnp.int32)
+            elif lengths is not None:
+                lengths = check_array("lengths", lengths, rows, jnp.integer)
             y, cache = self.verify(x, cache, lengths=lengths)
             return y, self.commit(cache, 1 if lengths is None else jnp.minimum(lengths, 1))
         return super().__call__(x, cache, lengths=lengths, valid=valid, resets=resets)

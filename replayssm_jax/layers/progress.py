@@ -121,9 +121,10 @@ class Span:
         if lengths is not None:
             lengths = check_array("lengths", lengths, (batch_size,), jnp.integer)
             known = concrete(lengths)
-            if known is not None and ((known < 0) | (known > num_tokens)).any():
+            if known is None:
+                lengths = jnp.clip(lengths, 0, num_tokens)
+            elif ((known < 0) | (known > num_tokens)).any():
                 raise ValueError(f"lengths must lie in [0, {num_tokens}], found {known.tolist()}")
-            lengths = jnp.clip(lengths, 0, num_tokens)
         if valid is not None:
             valid = check_array("valid", valid, shape, jnp.bool)
             seen = jnp.cumsum(valid, axis=1, dtype=jnp.int32)

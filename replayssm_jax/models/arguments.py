@@ -11,7 +11,7 @@ import numpy as np
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.spec import check_arrays
-from replayssm_jax.state import check_type, concrete
+from replayssm_jax.state import check_type, concrete, known_mask
 
 
 def check_cache(cache: Any, name: str = "cache") -> int:
@@ -48,28 +48,31 @@ def check_fits(tokens: jax.Array, cache: Any) -> None:
 
 def check_values(tokens: jax.Array, span: Span, vocab_size: int, size: int | None = None) -> None:
     """Raise ValueError where real tokens are known to be out of the vocabulary or of the cache."""
-    check_vocabulary(tokens, span.live, vocab_size)
-    check_end(span.end, span.counts, size)
+    real = known_mask(span.lengths, span.valid, tokens.shape[1])
+    check_vocabulary(tokens, real, vocab_size)
+    if real is not None:
+        position = span.position if span.resets is None else span.end - span.counts
+        check_end(position, np.broadcast_to(real, tokens.shape).sum(axis=1), size)
 
 
 def check_vocabulary(tokens: Any, real: Any, vocab_size: int) -> None:
-    """Raise ValueError where `tokens` are known to be out of range; None in `real`: all count."""
-    known, mask = concrete(tokens), True if real is None else concrete(real)
-    if known is None or mask is None:
+    """Raise ValueError where `tokens` are known to be out of range; `real` is a `known_mask`."""
+    known = concrete(tokens)
+    if known is None or real is None:
         return
-    wrong = mask & ((known < 0) | (known >= vocab_size))
+    wrong = real & ((known < 0) | (known >= vocab_size))
     if wrong.any():
         raise ValueError(f"tokens must lie in [0, {vocab_size}), found {known[wrong][0]}")
 
 
-def check_end(end: jax.Array, counts: Any, size: int | None) -> None:
-    """Raise ValueError where rows with new tokens are known to end past `size` positions."""
+def check_end(position: Any, counts: Any, size: int | None) -> None:
+    """Raise ValueError where rows with `counts` new tokens are known to end past `size`."""
     if size is None:
         return
-    known, new = concrete(end), concrete(counts)
+    known, new = concrete(position), concrete(counts)
     if known is None or new is None:
         return
-    longest = np.where(new > 0, known, 0).max(initial=0)
+    longest = np.where(new > 0, known + new, 0).max(initial=0)
     if longest > size:
         raise ValueError(f"the tokens need {longest} positions, the cache holds {size}")
 

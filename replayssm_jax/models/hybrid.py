@@ -37,6 +37,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
+from replayssm_jax.spec import check_arrays
 from replayssm_jax.state import Pointer, check_rows, check_slots
 
 
@@ -141,6 +142,7 @@ class HybridLM(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map hidden states [..., d_model] to logits float32 [..., vocab]: last norm and head."""
+        check_arrays(hidden=hidden)
         x = self.norm(hidden)
         if self.head is None:
             kernel = self.embed.embedding[...].astype(x.dtype).T
@@ -258,7 +260,7 @@ class HybridLM(nnx.Module):
             return jnp.zeros((*shape, self.config.d_model), self.dtype), cache
         span = Span.make(position, num_tokens, lengths=lengths, valid=valid, resets=resets)
         check_values(tokens, span, self.config.vocab_size, cache.size)
-        tokens = _real(tokens, span)
+        tokens, live = _real(tokens, span), span.live
         back = None
         if span.valid is not None and resets is None:
             # Moving the real tokens to the front once spares every convolution its own gather.
@@ -268,7 +270,6 @@ class HybridLM(nnx.Module):
             span = Span.make(position, num_tokens, lengths=span.counts)
         x, layers, pointer = self._run(tokens, cache, span, "prefill")
         cache = HybridCache(layers, pointer, cache.progress.prefilled(span))
-        live = valid if valid is not None else span.live
         if last_only:
             steps = jnp.arange(num_tokens, dtype=jnp.int32)[None, :]
             at = span.counts - 1 if span.live is None else _last(span.live, steps)
@@ -455,6 +456,7 @@ class HybridLM(nnx.Module):
 
     def embeddings(self, tokens: jax.Array) -> jax.Array:
         """Look up tokens int32 [...], as the first block takes them: [..., d_model]."""
+        check_arrays(tokens=tokens)
         # Rows in the parameters' dtype: their gradient sums thousands of tokens, in bf16 it would
         # saturate (and contend, a bf16 addition is no atomic on GPUs).
         x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.dtype)

@@ -10,8 +10,9 @@ from flax import nnx
 
 from replayssm_jax.layers import MLP, RMSNorm
 from replayssm_jax.layers.activations import default_kernel_init
+from replayssm_jax.models.arguments import check_tokens
 from replayssm_jax.models.hybrid import HybridLM
-from replayssm_jax.spec import check_int
+from replayssm_jax.spec import check_arrays, check_int
 
 
 class MTPHead(nnx.Module):
@@ -123,6 +124,7 @@ class MTPHeads(nnx.Module):
         Raises:
           ValueError: a target of another width.
         """
+        check_arrays(hidden=hidden, tokens=tokens)
         if hidden.shape[-1] != self.d_model or model.config.d_model != self.d_model:
             raise ValueError(
                 f"the heads need a target with d_model={self.d_model}, found a model with "
@@ -153,6 +155,7 @@ def distillation_loss(
       TypeError, ValueError: `num_drafts` below 1, text that is too short, heads of another width.
     """
     check_int("num_drafts", num_drafts)
+    check_tokens(tokens)
     width = tokens.shape[1]
     if width < num_drafts + 2:
         raise ValueError(f"{num_drafts} drafts need T >= {num_drafts + 2}, found T={width}")

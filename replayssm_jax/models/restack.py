@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
+import jax
 from flax import nnx
 
 from replayssm_jax.layers import HybridBlock
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.stacking import stack_modules, unstack_module
+
+T = TypeVar("T")
 
 
 def stack_layers(model: HybridLM) -> HybridLM:
@@ -24,6 +28,15 @@ def unstack_layers(model: HybridLM) -> HybridLM:
     it takes longer to compile, and the slices are copies.
     """
     return _restacked(model, dataclasses.replace(model.config, scan_layers=False))
+
+
+def unstack_models(tree: T) -> T:
+    """Return `tree` with each `HybridLM` in it unstacked."""
+    return jax.tree.map(
+        lambda x: unstack_layers(x) if isinstance(x, HybridLM) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, HybridLM),
+    )
 
 
 def _restacked(model: HybridLM, config: HybridConfig) -> HybridLM:

@@ -1,12 +1,10 @@
 """Small layers of every family, a float64 reference of each, and compiled calls."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from random_modules import filled
+from random_modules import filled, jit
 
 from replayssm_jax.layers import GatedDeltaNet, KimiDeltaAttention, Mamba2
 
@@ -24,9 +22,6 @@ _LAYERS = {
     ),
     "kda": (KimiDeltaAttention, dict(num_heads=3, key_dim=5, value_dim=6, gate_rank=4)),
 }
-
-# Compiling takes most of the time of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def unfilled(family, **options):

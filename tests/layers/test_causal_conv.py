@@ -173,7 +173,7 @@ def test_impossible_arguments_raise():
         conv(jnp.zeros((2, 5, 4)))
     with pytest.raises(ValueError, match="T must be at most max_tokens=4"):
         conv.verify(inputs(2, 5), conv.init_cache(2))
-    with pytest.raises(TypeError, match="accepted must be integer, found float32"):
+    with pytest.raises(TypeError, match="accepted must be integer, found float64"):
         conv.commit(conv.init_cache(2), 0.5)
 
 

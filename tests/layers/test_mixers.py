@@ -27,6 +27,7 @@ from layer_cases import (
     unfilled,
     verify,
 )
+from random_modules import assert_takes_lists
 
 import replayssm_jax as rs
 
@@ -400,6 +401,22 @@ def test_cache_lives_in_an_nnx_cache_and_is_donated():
         assert_close(y[0, 0], expected[t])
 
 
+@pytest.mark.parametrize("num_tokens", [1, SHORT])
+def test_lists_are_lengths_and_masks(num_tokens):
+    layer = make_layer("mamba2")
+    x, cache = hidden(num_tokens), layer.init_cache(B)
+    mask = [[False] * num_tokens, *[[True] * num_tokens] * (B - 1)]
+    for run, lists in [
+        (type(layer).__call__, dict(lengths=[1, 0, num_tokens, 1])),
+        (type(layer).__call__, dict(valid=mask)),
+        (type(layer).__call__, dict(valid=mask, resets=mask)),
+        (type(layer).verify, dict(lengths=[1, 0, num_tokens, 1])),
+    ]:
+        assert_takes_lists(run, (layer, x, cache), lists)
+    found, _ = jit(lambda layer, x, cache: layer(x, cache, valid=mask))(layer, x, cache)
+    assert_close(found, call(layer, x, cache, valid=jnp.asarray(mask))[0])
+
+
 def test_impossible_arguments_raise():
     layer = make_layer("kda")
     x = hidden(5)
@@ -416,8 +433,16 @@ def test_impossible_arguments_raise():
         masks = {"lengths": jnp.ones(B, jnp.int32), "valid": jnp.ones((B, n), bool)}
         with pytest.raises(ValueError, match="not both"):
             layer(x[:, :n], cache, **masks)
-    with pytest.raises(ValueError, match="valid must have shape"):
-        layer(x, cache, valid=jnp.ones((B, SHORT), bool))
+    for n in (1, 5):
+        with pytest.raises(ValueError, match="valid must have shape"):
+            layer(x[:, :n], cache, valid=jnp.ones((B, SHORT), bool))
+        with pytest.raises(TypeError, match="valid must be bool, found float32"):
+            layer(x[:, :n], cache, valid=jnp.ones((B, n)))
+        with pytest.raises(ValueError, match=rf"lengths must lie in \[0, {n}\], found \[6"):
+            jax.eval_shape(lambda n=n: layer(x[:, :n], cache, lengths=[6, 0, 0, 0]))
+        for run in (layer, layer.verify):
+            with pytest.raises(TypeError, match="x must be an array, found list"):
+                run(x[:, :n].tolist(), cache)
     with pytest.raises(ValueError, match="decode must be"):
         layer.init_cache(B, decode="plain")
     with pytest.raises(ValueError, match="ragged"):

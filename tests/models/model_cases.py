@@ -1,5 +1,6 @@
 """Tiny hybrid models of every family, and compiled calls."""
 
+import dataclasses
 import functools
 import importlib
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from random_modules import filled
+from random_modules import filled, jit
 
 from replayssm_jax import generation
 from replayssm_jax.models import (
@@ -23,9 +24,6 @@ from replayssm_jax.sampling import Sampling
 
 FAMILIES = ("mamba2", "gated_delta_net", "kda")
 V = 24
-
-# Compiling takes most of the time of these tests.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_config(family, **options):
@@ -56,6 +54,41 @@ def make_model(family, seed=0, dtype=jnp.float32, **options):
 
 def build(config, seed=0, dtype=jnp.float32):
     return filled(lambda: HybridLM(config, rngs=nnx.Rngs(0), dtype=dtype), seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The config of `Own`."""
+
+    vocab_size: int = V
+    replay_window: int = 8
+    max_tokens: int = 4
+    d_model: int = 16
+
+
+class Own(nnx.Module):
+    """A model of one's own: it has what generation calls, and nothing else of a HybridLM."""
+
+    def __init__(self, model):
+        self.model, self.config, self.dtype = model, Limits(), model.dtype
+
+    def init_cache(self, *args, **kwargs):
+        return self.model.init_cache(*args, **kwargs)
+
+    def prefill_hidden(self, *args, **kwargs):
+        return self.model.prefill_hidden(*args, **kwargs)
+
+    def logits(self, hidden):
+        return self.model.logits(hidden)
+
+    def step(self, *args, **kwargs):
+        return self.model.step(*args, **kwargs)
+
+    def verify_hidden(self, *args, **kwargs):
+        return self.model.verify_hidden(*args, **kwargs)
+
+    def commit(self, *args):
+        return self.model.commit(*args)
 
 
 def random_tokens(batch_size, num_tokens, seed=0):

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from model_cases import (
+    Own,
     V,
     assert_close,
     compile_quickly,
@@ -319,6 +320,36 @@ def test_under_the_callers_jit(model, monkeypatch):
     assert jax.eval_shape(lambda x, valid: run(x, valid=valid), left, valid).tokens.shape == (B, 7)
 
 
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ([[1], [V]], {}, rf"tokens must lie in \[0, {V}\), found {V}"),
+        (np.full((2, 3), V), dict(lengths=[0, 1], bos_token=1), rf"\), found {V}"),
+        (np.full((2, 3), V), dict(valid=[[False, True, True]] * 2), rf"\), found {V}"),
+        ([[1], []], {}, "a row has no prompt: pass bos_token"),
+        ([[1], []], dict(bos_token=V), rf"\), found {V}"),
+        (np.ones((2, 0), int), dict(bos_token=V), rf"\), found {V}"),
+        (np.ones((2, 3), int), dict(lengths=[4, 1]), r"lengths must lie in \[0, 3\], found \[4, 1"),
+        (np.ones((2, 5), int), dict(cache_size=4), "need 5 positions, the cache holds 4"),
+        (np.ones((2, 5), int), dict(cache_size=4, lengths=[1, 5]), "need 5 positions"),
+        ([[1], [2]], dict(temperature=[-1, 0]), r"temperature must be .* found \[-1, 0\]"),
+        ([[1], [2]], dict(temperature=1.0, top_k=[1, 0]), "top_k must be at least 1"),
+    ],
+)
+def test_what_is_known_is_checked_under_the_callers_jit(
+    model, monkeypatch, prompt, options, message
+):
+    monkeypatch.setattr(generation, "_init", generation._init.__wrapped__)
+    key = jax.random.key(0) if "temperature" in options else None
+
+    def run():
+        return generate(model, prompt, max_new_tokens=2, key=key, **options)
+
+    for call in (run, lambda: jax.eval_shape(run)):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_impossible_arguments_raise(model):
     left, _ = padded("left")
     for options, message in [
@@ -359,7 +390,7 @@ def test_impossible_arguments_raise(model):
         with pytest.raises(ValueError, match="prompt must fit in int32, found 4294967297"):
             generate(model, prompt, max_new_tokens=2)
     for name, mask, wanted in (("lengths", [1.7, 2, 2], "integer"), ("valid", left, "bool")):
-        with pytest.raises(TypeError, match=f"{name} must be {wanted}, found (float|int)32"):
+        with pytest.raises(TypeError, match=f"{name} must be {wanted}, found (float64|int32)"):
             generate(model, left, max_new_tokens=2, **{name: mask})
     with pytest.raises(ValueError, match="a list of tokens for each row, found the row 1"):
         generate(model, [1, 2, 3], max_new_tokens=2)
@@ -376,6 +407,37 @@ def test_impossible_arguments_raise(model):
         generate(model, PROMPTS, max_new_tokens=1, state=3)
     with pytest.raises(TypeError, match=r"state.cache must be a HybridCache, found NoneType"):
         generate(model, PROMPTS, max_new_tokens=1, state=GenerateState(None, state.logits))
+
+
+def test_what_is_no_model_raises(model):
+    methods = ("config", "init_cache", "prefill_hidden", "logits", "step")
+    for wrong, found in [
+        (3, "int without config, init_cache, prefill_hidden, logits, step"),
+        (None, "NoneType without"),
+        (PROMPTS, "list without"),
+        (model.config, "HybridConfig without config, init_cache"),
+        (model.blocks[0], "HybridBlock without config, prefill_hidden, logits, step"),
+        (HybridLM, "the class HybridLM"),
+    ]:
+        message = f"^model must be a HybridLM or a module with its methods, found {found}"
+        for call in (generate, lambda *args, **options: next(stream(*args, **options))):
+            with pytest.raises(TypeError, match=message):
+                call(wrong, PROMPTS, max_new_tokens=2)
+    with pytest.raises(TypeError, match="model must be a pytree, found Mine: register its class"):
+        generate(type("Mine", (), dict.fromkeys(methods))(), PROMPTS, max_new_tokens=2)
+    for prompt, error, found in [(3, ValueError, r"\(\)"), (None, TypeError, "None")]:
+        with pytest.raises(error, match=f"prompt must .*, found {found}"):
+            generate(model, prompt, max_new_tokens=2)
+
+
+def test_a_model_of_ones_own(model):
+    stacked = make_model("mamba2", pattern="MM", scan_layers=True)
+    for inner, expected in [
+        (model, greedy()),
+        (stacked, generate(stacked, PROMPTS, max_new_tokens=N)),
+    ]:
+        out = generate(Own(inner), PROMPTS, max_new_tokens=N)
+        np.testing.assert_array_equal(out.tokens, expected.tokens)
 
 
 def test_what_raises_does_not_cost_the_state(model):

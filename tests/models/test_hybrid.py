@@ -29,6 +29,7 @@ from model_cases import (
     take,
     verify,
 )
+from random_modules import assert_takes_lists
 
 import replayssm_jax as rs
 from replayssm_jax.models import HybridLM, LayerConfig
@@ -503,7 +504,7 @@ def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
     more = commit(model, drafted, jnp.full(B, 9, jnp.int32))
     chex.assert_trees_all_equal(more.progress, once.progress)
     chex.assert_trees_all_equal(more.pointer, once.pointer)
-    with pytest.raises(TypeError, match="accepted must be integer, found float32"):
+    with pytest.raises(TypeError, match="accepted must be integer, found float64"):
         model.commit(drafted, 1.5)
     with pytest.raises(ValueError, match=r"accepted must have shape \(3,\), found \(1,\)"):
         model.commit(drafted, jnp.array([2]))
@@ -536,6 +537,8 @@ def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():
         (lambda m, c: m.step([1] * B, c), TypeError, "tokens must be an array, found list"),
         (lambda m, c: m.prefill([[1]] * B, c), TypeError, "tokens must be an array, found list"),
         (lambda m, c: m(None), TypeError, "tokens must be an array, found None"),
+        (lambda m, c: m.logits([[1.0]]), TypeError, "hidden must be an array, found list"),
+        (lambda m, c: m.embeddings([1]), TypeError, "tokens must be an array, found list"),
         (lambda m, c: m.init_cache(B, SIZE, decode="zzz"), ValueError, "decode must .* 'zzz'"),
     ],
 )
@@ -559,6 +562,45 @@ def test_lists_are_rows_slots_and_masks():
     np.testing.assert_array_equal(swapped.progress.position, [2, 1, 0])
     emptied = model.reset(cache, [False, True, False])
     np.testing.assert_array_equal(emptied.progress.position, [0, 0, 2])
+    valid, resets = [[True] * 4, [False] * 4, [False, True] * 2], [[False] * 3 + [True]] * B
+    tokens = random_tokens(B, 4)
+    for call, lists in [
+        (lambda model, x, _, **masks: model(x, **masks), dict(valid=valid, resets=resets)),
+        (HybridLM.prefill, dict(valid=valid)),
+        (HybridLM.prefill, dict(valid=valid, resets=resets)),
+        (HybridLM.verify, dict(lengths=[4, 0, 1])),
+        (lambda model, x, *cache, **n: model.step(x[:, 0], *cache, **n), dict(lengths=[1, 0, 1])),
+    ]:
+        assert_takes_lists(call, (model, tokens, cache), lists)
+    found = jit(lambda *operands: HybridLM.prefill(*operands, valid=valid))(model, tokens, cache)
+    assert_close(found[0], prefill(model, tokens, cache, valid=jnp.asarray(valid))[0])
+
+
+def test_known_values_are_checked_in_a_trace():
+    """Of the caller's, which closes over them."""
+    model = make_model("mamba2")
+    cache, tokens = model.init_cache(B, SIZE), np.full((B, 2), V)
+    _, drafted = verify(model, random_tokens(B, 2), cache)
+    outside = rf"tokens must lie in \[0, {V}\), found {V}"
+    for call, message in [
+        (lambda: model(tokens), outside),
+        (lambda: model(tokens, valid=[[False, True]] * B), outside),
+        (lambda: model.prefill(tokens, cache, lengths=[1, 0, 0]), outside),
+        (lambda: model.prefill(tokens, cache, valid=[[False, True]] * B), outside),
+        (lambda: model.step(tokens[:, 0], cache, lengths=[0, 0, 1]), outside),
+        (lambda: model.verify(tokens, cache, lengths=[0, 0, 1]), outside),
+        (lambda: model.verify(tokens, cache, lengths=[0, 0, 3]), r"lengths must lie in \[0, 2\]"),
+        (
+            lambda: model.prefill(np.ones((B, SIZE + 2), int), cache, lengths=[SIZE + 1, 0, 0]),
+            f"the tokens need {SIZE + 1} positions, the cache holds {SIZE}",
+        ),
+        (lambda: model.commit(drafted, [2, 3, 0]), r"accepted=\[2, 3, 0\] and pending=\[2, 2, 2"),
+        (lambda: model.take(cache, [0, B]), r"rows must lie in \[-1, 3\), found \[0, 3\]"),
+        (lambda: model.insert(cache, [0, 2, 2], cache), r"distinct, found \[0, 2, 2\]"),
+    ]:
+        for run in (call, lambda call=call: jax.eval_shape(call)):
+            with pytest.raises(ValueError, match=message):
+                run()
 
 
 @pytest.mark.parametrize("wrong", [-1, V])

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from model_cases import FAMILIES, V, compile_quickly, forward, jit, make_model, start
+from model_cases import FAMILIES, Own, V, compile_quickly, forward, jit, make_model, start
 from random_modules import filled
 
 import replayssm_jax as rs
@@ -102,6 +102,12 @@ def test_greedy_tokens_are_those_of_generate_whatever_is_drafted(family):
     assert (np.asarray(out.accepted) > 0).all()
     assert (np.asarray(out.accepted) < np.asarray(out.proposed)).all()
     np.testing.assert_array_equal(out.state.cache.progress.position, [len(p) + N for p in PROMPTS])
+
+
+def test_a_model_of_ones_own():
+    own = Own(make_model("gated_delta_net"))
+    out = speculative_generate(own, PROMPTS, scripted(expected().tokens), max_new_tokens=N)
+    assert_same(out, expected())
 
 
 def test_snapshots_speculate_too():
@@ -643,8 +649,11 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="num_heads must be at least 1, found 0"):
         MTPHeads(8, num_heads=0, rngs=nnx.Rngs(0))
     for drafter, message in [
-        (None, "found None without num_drafts, start, propose, observe"),
-        (NGramDrafter, r"such as NGramDrafter\(\), found <class"),
+        (None, "found NoneType without num_drafts, start, propose, observe"),
+        (model, r"such as NGramDrafter\(\), found HybridLM without num_drafts"),
+        (AdaptiveDrafter(3), r"such as NGramDrafter\(\), found int without num_drafts"),
+        (MTPDrafter(3, model), "heads must be MTPHeads, found int without d_model"),
+        (NGramDrafter, r"such as NGramDrafter\(\), found the class NGramDrafter"),
         (
             type(
                 "Mine", (), vars(NGramDrafter()) | dict.fromkeys(("start", "propose", "observe"))
@@ -654,6 +663,14 @@ def test_impossible_arguments_raise():
     ]:
         with pytest.raises(TypeError, match=message):
             speculative_generate(model, PROMPTS, drafter, max_new_tokens=2)
+    for wrong, found in [
+        (3, "int without config, init_cache, prefill_hidden, logits, verify_hidden, commit"),
+        (NGramDrafter(), "NGramDrafter without"),
+        (type(model), "the class HybridLM"),
+    ]:
+        message = f"^model must be a HybridLM or a module with its methods, found {found}"
+        with pytest.raises(TypeError, match=message):
+            speculative_generate(wrong, PROMPTS, NGramDrafter(), max_new_tokens=2)
     together = GenerateState(model.init_cache(B, 64, ragged=False), jnp.zeros((B, V)))
     with pytest.raises(ValueError, match="state must have a pointer for every row"):
         speculative_generate(model, PROMPTS, NGramDrafter(), max_new_tokens=2, state=together)
@@ -740,6 +757,13 @@ def test_heads_of_another_target_raise():
         speculative_generate(model, PROMPTS, MTPDrafter(heads, other), max_new_tokens=2)
     with pytest.raises(ValueError, match="d_model=8, found a model with d_model=16"):
         distillation_loss(heads, model, jnp.ones((1, 6), jnp.int32))
+    for call, name in [
+        (lambda: distillation_loss(heads, other, [[1] * 6]), "tokens"),
+        (lambda: heads(other, [[1.0] * 8], jnp.ones(1, jnp.int32)), "hidden"),
+        (lambda: heads(other, jnp.ones((1, 8)), [1]), "tokens"),
+    ]:
+        with pytest.raises(TypeError, match=f"{name} must be an array, found list"):
+            call()
     with pytest.raises(ValueError, match="num_drafts must be at least 1, found 0"):
         distillation_loss(heads, other, jnp.ones((1, 6), jnp.int32), num_drafts=0)
 

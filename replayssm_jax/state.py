@@ -351,15 +351,21 @@ def as_int32(name: str, value: Any) -> jax.Array:
       TypeError: another dtype.
       ValueError: a number that int32 does not hold, where it is known.
     """
-    if not hasattr(value, "dtype"):
-        try:
-            value = jnp.asarray(value)
-        except OverflowError:
-            raise ValueError(f"{name} must fit in int32, found {value!r}") from None
-        except TypeError:
-            raise TypeError(f"{name} must be integer, found {value!r}") from None
-    check_int32(name, value)
-    return jnp.asarray(value).astype(jnp.int32)
+    array = _as_array(name, value, "integer")
+    check_int32(name, array)
+    return jnp.asarray(array).astype(jnp.int32)
+
+
+def _as_array(name: str, value: Any, kind: str) -> Any:
+    """What has no dtype as an array, refused in words where JAX makes none of it."""
+    if hasattr(value, "dtype"):
+        return value
+    try:
+        return jnp.asarray(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit in int32, found {value!r}") from None
+    except (TypeError, ValueError):  # None and lists of different lengths are values to JAX
+        raise TypeError(f"{name} must be {kind}, found {value!r}") from None
 
 
 def check_int32(name: str, array: Any) -> None:
@@ -383,7 +389,10 @@ def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> ja
     Raises:
       TypeError, ValueError: another dtype or shape.
     """
-    array = as_int32(name, value) if dtype is jnp.integer else jnp.asarray(value)
+    if dtype is jnp.integer:
+        array = as_int32(name, value)
+    else:
+        array = jnp.asarray(_as_array(name, value, dtype.__name__))
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, found {array.shape}")
     if not jnp.issubdtype(array.dtype, dtype):

@@ -709,6 +709,15 @@ def test_dtypes_of_arguments(argument):
         refuses(lambda s, a=arrays: ARGUMENTS[argument](s, a), TypeError, match, traced=True)
 
 
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_lists_that_are_no_arrays(argument):
+    name = argument.split()[0]
+    kind = "bool" if name in ("where", "valid", "resets") else "integer"
+    for wrong, shown in (([[1], [1, 2]], r"\[\[1\], \[1, 2\]\]"), (["a", None], r"\['a', None\]")):
+        match = f"{name} must be {kind}, found {shown}"
+        refuses(lambda s, x=wrong: ARGUMENTS[argument](s, x), TypeError, match, traced=True)
+
+
 @pytest.mark.parametrize(
     "argument", [a for a in ARGUMENTS if a.split()[0] in ("lengths", "accepted", "slots")]
 )
@@ -757,6 +766,18 @@ def test_integers_do_not_wrap_around(argument):
                 lambda s: rs.commit(SPEC, s.ragged, True),
                 TypeError,
                 "accepted must be integer, found bool",
+            ),
+            (
+                "no number of drafts",
+                lambda s: rs.commit(SPEC, s.ragged, None),
+                TypeError,
+                "accepted must be integer, found None",
+            ),
+            (
+                "no mask",
+                lambda s: rs.reset(SPEC, s.ragged, None),
+                TypeError,
+                "where must be bool, found None",
             ),
             (
                 "a matrix of rows",

@@ -11,6 +11,7 @@ import pytest
 from kernel_cases import (
     KernelSuite,
     OtherCut,
+    check_nan_row,
     check_read_copies,
     check_snapshots,
     cut_as_for_large_batches,
@@ -36,6 +37,15 @@ class TestMosaicGpu(KernelSuite):
         make = functools.partial(self.make_spec, family, window=5)
         names = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"]
         check_read_copies(make, self.implementation, names)
+
+    def test_a_row_of_a_read_copy_that_is_not_finite(self, family):
+        make = functools.partial(self.make_spec, family)
+        check_nan_row(make, self.implementation, ["bfloat16", "float8_e4m3fn", "int8"])
+
+    @pytest.mark.parametrize("batch_size", [1, 16, 99])
+    def test_identical_launches_with_a_read_copy(self, family, batch_size):
+        spec = self.make_spec(family, window=5, max_tokens=3, read_dtype="int8")
+        self.check_identical_launches(spec, batch_size)
 
     def test_drafts_with_a_read_copy(self, family):
         make = functools.partial(self.make_spec, family, window=5, max_tokens=2)

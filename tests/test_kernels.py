@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import check_read_copies, check_snapshots, cut_as_for_large_batches
+from kernel_cases import (
+    check_nan_row,
+    check_read_copies,
+    check_snapshots,
+    cut_as_for_large_batches,
+)
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -94,26 +99,38 @@ def test_values_in_the_interpreter(family, cut):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, key_dtype",
-    [("mamba2", jnp.bfloat16), ("gated_delta_net", jnp.bfloat16), ("kda", jnp.float32)],
+    "family, key_dtype, num_tokens, tested_at",
+    [
+        ("mamba2", jnp.bfloat16, 8, (24, 32)),
+        ("kda", jnp.float32, 8, (24, 32)),
+        ("mamba2", jnp.float32, 16, (16,)),
+        ("gated_delta_net", jnp.bfloat16, 16, (32,)),
+        ("kda", jnp.float32, 16, (16,)),
+        ("gla", jnp.bfloat16, 16, (32,)),
+    ],
 )
-def test_eight_tokens_in_the_interpreter(family, key_dtype):
-    """A window of two blocks, before and at its flush, as programs with many rows have it."""
-    spec = make_spec(family, window=32, max_tokens=8, key_dtype=key_dtype, **SHAPES[family])
-    inputs = random_inputs(spec, 2, 40)
+def test_many_tokens_in_the_interpreter(family, key_dtype, num_tokens, tested_at):
+    """A window of two blocks, before and at its flush, as programs with many rows have it.
+
+    Of 16 tokens little, for the time that it takes: a GPU runs the rest.
+    """
+    few = dict(num_heads=1, num_groups=1) if num_tokens > 8 else {}
+    dims = SHAPES[family] | few
+    spec = make_spec(family, window=32, max_tokens=num_tokens, key_dtype=key_dtype, **dims)
+    inputs = random_inputs(spec, 1, 32 + num_tokens)
     verify = functools.partial(rs.verify, spec)
     known = jax.jit(functools.partial(verify, implementation="xla"))
     tested = jax.jit(functools.partial(verify, implementation="mosaic_gpu"))
-    state = rs.init_state(spec, 2, ragged=True)
+    state = rs.init_state(spec, 1, ragged=True)
     with dispatch.interpreted_kernels(), cut_as_for_large_batches():
-        for t in range(0, 40, 8):
-            state, new = poison_dead_slots(spec, state), tokens(inputs, t, t + 8)
+        for t in range(0, 32 + num_tokens, num_tokens):
+            state, new = poison_dead_slots(spec, state), tokens(inputs, t, t + num_tokens)
             expected, after = known(state, new)
-            after = rs.commit(spec, after, 8)
-            if t >= 24:
+            after = rs.commit(spec, after, num_tokens)
+            if t in tested_at:
                 output, found = tested(state, new)
                 assert_close(output, expected)
-                found = rs.materialize(spec, rs.commit(spec, found, 8))
+                found = rs.materialize(spec, rs.commit(spec, found, num_tokens))
                 assert_close(found, rs.materialize(spec, after), 1e-6, "state")
             state = after
 
@@ -132,6 +149,13 @@ def test_read_copies_in_the_interpreter(family, max_tokens, names):
     make = functools.partial(make_spec, family, window=3, max_tokens=max_tokens, **dims)
     with dispatch.interpreted_kernels():
         check_read_copies(make, "mosaic_gpu", names)
+
+
+@pytest.mark.slow
+def test_a_row_of_a_read_copy_that_is_not_finite_in_the_interpreter():
+    make = functools.partial(make_spec, "gla", **SHAPES["gla"] | dict(num_heads=1, num_groups=1))
+    with dispatch.interpreted_kernels():
+        check_nan_row(make, "mosaic_gpu", ["int8"])
 
 
 @pytest.mark.slow

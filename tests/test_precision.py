@@ -222,7 +222,7 @@ def drawn_schedule(batch_size=3, rounds=48):
     return lengths, accepted, rng.random((rounds, batch_size)) < 0.1
 
 
-@pytest.mark.parametrize("family", ["gated_delta_net", "gla"])
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta_net", "kda", "gla"])
 def test_the_checkpoint_does_not_depend_on_the_copy(family):
     """The exact fold: bit-identical for every format, 1e-6 from a run without a copy."""
     _, accepted, _ = schedule = drawn_schedule()
@@ -235,7 +235,7 @@ def test_the_checkpoint_does_not_depend_on_the_copy(family):
         for b in range(3)
     ]
     first = None
-    for name in NAMES if family == "gated_delta_net" else ("int8", "bfloat16"):
+    for name in ("int8", "bfloat16") if family == "gla" else NAMES:
         copied = dataclasses.replace(spec, read_dtype=name)
         outputs, state, full = run_schedule(copied, inputs, schedule)
         assert error(state.checkpoint, plain.checkpoint) <= 1e-6
@@ -296,6 +296,28 @@ def test_step_is_verify_and_commit_with_a_copy(copied):
         drafted, verified = verify(spec, verified, one)
         verified = rs.commit(spec, verified, 1)
         chex.assert_trees_all_equal((output, stepped), (drafted, verified))
+
+
+def test_output_only_steps_do_not_look_at_the_checkpoint(copied):
+    """NaN in all of it changes nothing up to the step that flushes."""
+    spec, state, inputs = copied
+    state = flush(spec, state)
+    nothing = jnp.full_like(state.checkpoint, jnp.nan)
+    blind = dataclasses.replace(state, checkpoint=nothing)
+    draft = tokens(inputs, 13, 17)
+    output, state = verify(spec, state, draft)
+    same, blind = verify(spec, blind, draft)
+    chex.assert_trees_all_equal(output, same)
+    state, blind = (rs.commit(spec, x, 4) for x in (state, blind))
+    for t in range(17, 19):
+        one = tokens(inputs, t, t + 1)
+        output, state = step(spec, state, one)
+        same, blind = step(spec, blind, one)
+        chex.assert_trees_all_equal(output, same)
+    assert np.isfinite(output).all()
+    one = tokens(inputs, 19, 20)
+    assert np.isfinite(step(spec, state, one)[0]).all()
+    assert np.isnan(step(spec, blind, one)[0]).all()
 
 
 def test_dead_slots_and_fresh_rows_with_a_copy(copied):

@@ -14,6 +14,8 @@ with the shapes of published ones). Counted for each sequence, all layers togeth
                    It is not implemented, and its decays would round at 2^-9.
 
 and with all of them the convolution rings and the KV caches at the given context.
+
+The file also has what one layer holds and moves with states and read copies in other formats.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import harness
 import jax
 import jax.numpy as jnp
+import layers
 import models
 from flax import nnx
 from rich.console import Console
@@ -38,6 +41,14 @@ import replayssm_jax as rs
 from replayssm_jax.layers import KVCache, MixerCache
 from replayssm_jax.models import HybridConfig, HybridLM
 
+# Of states and read copies, in 16 and in 8 bits.
+FORMATS: dict[str, dict[str, Any]] = {
+    "no copy": {},
+    "16-bit copy": {"read_dtype": "bfloat16"},
+    "8-bit copy": {"read_dtype": "int8"},
+    "16-bit checkpoint": {"state_dtype": "bfloat16"},
+    "8-bit checkpoint": {"state_dtype": "int8"},
+}
 SCHEMES = ("conventional", "snapshots", "replay", "narrow ring")
 DECODE = {"conventional": "recurrent", "snapshots": "snapshot"}
 
@@ -112,6 +123,42 @@ def held(config: HybridConfig, scheme: str, tokens: int, context: int) -> Held:
         if isinstance(layer, KVCache):
             kv += nbytes((layer.key, layer.value))
     return Held(state, ring, conv, kv)
+
+
+def held_and_moved(spec: rs.ReplaySpec) -> tuple[float, float]:
+    """Of one row of a layer, in float32 states: bytes held, and bytes a token moves on average.
+
+    A window has a step at each fill from 1 to its size. All of them read the state, through its
+    copy where there is one, and the live records, and write a record. The last one flushes: it
+    reads the checkpoint and writes the new one and its copy, which it reads in the same pass.
+    """
+    state = jax.eval_shape(lambda: rs.init_state(spec, 1))
+    ring = state.buffer
+    record = {
+        field.name: nbytes(getattr(ring, field.name)) / spec.capacity
+        for field in dataclasses.fields(ring)
+    }
+    checkpoint, copy = nbytes(state.checkpoint), nbytes(state.read_copy)
+    raw = {"value", "beta"}
+    read = sum(size for name, size in record.items() if ring.update is None or name not in raw)
+    folded = sum(size for name, size in record.items() if ring.value is None or name != "update")
+    window = spec.window
+    moved = (window - 1) * (copy or checkpoint) + 2 * checkpoint + copy
+    moved += read * window * (window - 1) // 2 + folded * window
+    unit = 4 * spec.num_heads * spec.value_dim * spec.key_dim
+    held = checkpoint + copy + nbytes(ring)
+    return held / unit, (moved / window + sum(record.values())) / unit
+
+
+def format_rows(window: int) -> list[dict[str, Any]]:
+    """`held_and_moved` of the layers of published models in each of `FORMATS`."""
+    rows = []
+    for layer in ("mamba2", "gated_delta_net", "kda"):
+        for name, formats in FORMATS.items():
+            held, moved = held_and_moved(layers.make_spec(layer, window=window, **formats))
+            facts = dict(case=layers.describe(layer), family=layer, formats=name)
+            rows.append(facts | dict(held=round(held, 4), moved=round(moved, 4)))
+    return rows
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[Row]:
@@ -231,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "memory",
         "options": options,
         "rows": [dataclasses.asdict(row) | {"total": row.held.total} for row in rows],
+        "formats": format_rows(args.window),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "memory.json"

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
     "README.md": "",
     "docs/kernels.md": "../",
+    "docs/precision.md": "../",
     "docs/serving.md": "../",
     "docs/speculative.md": "../",
 }

@@ -308,6 +308,16 @@ def memory_table(record: Record) -> str:
     return markdown(head, lines)
 
 
+def formats_table(record: Record) -> str:
+    """What a layer holds and moves with states and copies in other formats, from `memory.py`."""
+    grouped: dict[str, dict[str, str]] = {}
+    for row in record["formats"]:
+        name = f"{FAMILIES[row['family']]}, {row['case'].split(', ', 1)[1]}"
+        grouped.setdefault(name, {})[row["formats"]] = f"{row['held']:.2f}, {row['moved']:.2f}"
+    head = ["layer: held, moved", *next(iter(grouped.values()))]
+    return markdown(head, ([name, *cells.values()] for name, cells in grouped.items()))
+
+
 def largest_batch_table(record: Record) -> str:
     """The largest batch of each scheme that ran on the device, from `largest_batch.py`."""
     head = ["largest batch that ran", "T", "scheme", "MB of one sequence", "on the device"]
@@ -345,6 +355,7 @@ TABLES: dict[str, Callable[[Record], str]] = {
     "peers": peers_table,
     "speculative": speculative_table,
     "memory": memory_table,
+    "formats": formats_table,
     "largest-batch": largest_batch_table,
 }
 # What the pictures of a results file show, for those who cannot see them.

@@ -1,7 +1,8 @@
 """What low precision costs in recurrent decoding, and where its error grows.
 
     python examples/precision_study.py                       # a few minutes on two cores
-    python examples/precision_study.py --family all --tokens 100000 --out results.json  # an hour
+    python examples/precision_study.py --family all --part head --tokens 100000 --out results.json
+    python examples/precision_study.py --family all --part model --text 2048 --out results.json
     python examples/precision_study.py --plot benchmarks/results/precision.json --docs docs
 
 Schemes: conventional decoding, whose state is rounded at every token to float32, bfloat16, float16,
@@ -10,7 +11,9 @@ through a copy in each of these formats.
 
 1. One head, long: relative error of outputs and states against a float64 recurrence. The records
    are those of a trained model on held-out text, and adversarial ones that remember for 100 to
-   100,000 tokens. Value rows of a head do not interact, so eight of them are run.
+   100,000 tokens. Value rows of a head do not interact, so eight of them are run. Beside them two
+   variants that this package does not have: folding the updates that steps computed from an int8
+   copy, and decays in bfloat16.
 2. The trained models on held-out text: bits per byte, accuracy, and how often the likeliest next
    byte is that of conventional float32 decoding; as they are, and with decays that remember 10 and
    100 times as long.
@@ -46,11 +49,12 @@ from replayssm_jax.layers import ReplayMixer
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.models import HybridLM
 
-FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "int8")
+FORMATS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 STRETCHES = (1, 10, 100)
 MEMORIES = (100, 1_000, 10_000, 100_000)
 ROWS = 8
 SEGMENT = 100
+FOLDED = 2_000  # tokens of what folds updates
 
 
 class Scheme(NamedTuple):
@@ -82,6 +86,11 @@ def schemes() -> Iterator[Scheme]:
             yield Scheme("recurrent", dtype, stochastic)
     for dtype in ("float32", *FORMATS):
         yield Scheme("replay", dtype)
+
+
+def model_schemes() -> list[Scheme]:
+    """Those that whole models are run with, which takes long: without the coarsest format."""
+    return [scheme for scheme in schemes() if scheme.dtype != "float8_e5m2"]
 
 
 # One head, long
@@ -130,8 +139,9 @@ def one_head(inputs: rs.TokenInputs, spec: rs.ReplaySpec, head: int) -> rs.Token
 def adversarial(trained: rs.TokenInputs, memory: float, seed: int) -> rs.TokenInputs:
     """Random unit keys and values, and a state that remembers for `memory` tokens.
 
-    The decay is exp(-1 / memory). The delta rule also forgets by writing over what random keys have
-    in common, about beta / N a token, so beta is small where the memory is long.
+    The decay is exp(-1 / memory); a decay for each channel is that of a memory of its own, from one
+    token up to `memory` by equal factors. The delta rule also forgets by writing over what random
+    keys have in common, about beta / N a token, so beta is small where the memory is long.
     """
     rng = np.random.default_rng(seed)
     k = rng.standard_normal(trained.k.shape).astype(np.float32)
@@ -140,7 +150,8 @@ def adversarial(trained: rs.TokenInputs, memory: float, seed: int) -> rs.TokenIn
     v = rng.standard_normal(trained.v.shape).astype(np.float32)
     strength = min(1.0, k.shape[-1] / memory)
     beta = (strength * rng.uniform(0.2, 0.9, trained.beta.shape)).astype(np.float32)
-    g = np.full(trained.g.shape, -1 / memory, np.float32)
+    own = np.geomspace(1, memory, trained.g.shape[-1]) if trained.g.ndim == 4 else memory
+    g = np.broadcast_to(np.float32(-1 / own), trained.g.shape)
     return rs.TokenInputs(*(jnp.asarray(x) for x in (q, k, v, g, beta)))
 
 
@@ -195,6 +206,45 @@ def reference(spec: rs.ReplaySpec, inputs: rs.TokenInputs) -> Trace:
         return jax.tree.map(np.asarray, run(double, inputs, None, decode="recurrent"))
 
 
+def fold_updates(inputs: rs.TokenInputs, window: int, *, again: bool) -> np.ndarray:
+    """The state of one head under the delta rule, read through an int8 copy of each window.
+
+    Steps compute u = beta (v - S k) from the copy and the window's records. A flush folds these u,
+    which carry the copy's error into the recurrence, or the u that it computes `again` from the
+    checkpoint and the raw records. Only the checkpoint is rounded to float32.
+
+    Args:
+      inputs: B rows, one head.
+      window: tokens between flushes.
+      again: which u are folded.
+
+    Returns:
+      [B, P, N].
+    """
+    k, v, g, beta = (
+        np.asarray(x, np.float64)[:, :, 0] for x in (inputs.k, inputs.v, inputs.g, inputs.beta)
+    )
+    decay = np.exp(g).reshape(*g.shape[:2], 1, -1)
+    state = np.zeros((v.shape[0], v.shape[2], k.shape[2]))
+    for t in range(v.shape[1]):
+        if t % window == 0:
+            state = state.astype(np.float32).astype(np.float64)
+            scale = np.abs(state).max(axis=-1, keepdims=True) / 127
+            scale = np.maximum(scale, np.finfo(np.float32).tiny)
+            read = np.round(state / scale) * scale
+        key = k[:, t, None]
+
+        def update(state: np.ndarray, t: int = t, key: np.ndarray = key) -> np.ndarray:
+            found = (state * key).sum(axis=-1, keepdims=True)
+            return beta[:, t, None, None] * (v[:, t, :, None] - found)
+
+        state, read = state * decay[:, t], read * decay[:, t]
+        cached = update(read)
+        state = state + (update(state) if again else cached) * key
+        read = read + cached * key
+    return state
+
+
 def marks(length: int) -> list[int]:
     """100, 300, 1000, 3000, ... tokens up to the length."""
     found = [n * 10**e for e in range(2, 6) for n in (1, 3) if n * 10**e <= length]
@@ -207,8 +257,14 @@ def ratio(found: Any, expected: Any) -> float:
     return float(f"{error:.3g}")
 
 
-def study_head(family: str, length: int, bar: Any) -> list[dict[str, Any]]:
-    """Rows: family, gates, memory, scheme, tokens, error of the last outputs and of the state."""
+def study_head(
+    family: str, length: int, bar: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Rows: family, gates, memory, scheme, tokens, error of the last outputs and of the state.
+
+    Returns:
+      Those of the schemes, and those of the variants.
+    """
     model, _ = load_weights(WEIGHTS / f"{family}.safetensors")
     text = as_stream(load_corpus().held_out)
     text = np.resize(text, (-(-length // 1000), 1000)).astype(np.int32)
@@ -221,6 +277,7 @@ def study_head(family: str, length: int, bar: Any) -> list[dict[str, Any]]:
     trained = jax.tree.map(lambda *xs: jnp.concatenate(xs, axis=1)[:, :length], *parts)
     rows = [trained, *(adversarial(trained, m, seed=i) for i, m in enumerate(MEMORIES))]
     labels = [("trained", memory), *(("adversarial", float(m)) for m in MEMORIES)]
+    labels = [dict(family=family, gates=gates, memory=memory) for gates, memory in labels]
     inputs = jax.tree.map(lambda *xs: jnp.concatenate(xs), *rows)
     spec = dataclasses.replace(spec, num_heads=1, num_groups=1, value_dim=ROWS, max_tokens=1)
     expected = reference(spec, inputs)
@@ -229,22 +286,43 @@ def study_head(family: str, length: int, bar: Any) -> list[dict[str, Any]]:
         formed = dataclasses.replace(spec, **scheme.formats())
         key = jax.random.key(0) if scheme.stochastic else None
         found = jax.tree.map(np.asarray, run(formed, inputs, key, decode=scheme.decode))
-        for row, (gates, remembers) in enumerate(labels):
+        for row, label in enumerate(labels):
             for mark in marks(length):
-                last = slice(mark - SEGMENT, mark)
-                at = mark // SEGMENT - 1
-                results.append(
-                    dict(
-                        family=family,
-                        gates=gates,
-                        memory=remembers,
-                        scheme=scheme.name,
-                        tokens=mark,
-                        output=ratio(found.outputs[row, last], expected.outputs[row, last]),
-                        state=ratio(found.states[at, row], expected.states[at, row]),
-                    )
-                )
+                errors = errors_at(found, expected, row, mark)
+                results.append(dict(**label, scheme=scheme.name, tokens=mark, **errors))
         bar()
+    return results, study_variants(spec, inputs, expected, labels)
+
+
+def errors_at(found: Trace, expected: Trace, row: int, mark: int) -> dict[str, float]:
+    """Of the last `SEGMENT` outputs of a row up to `mark` tokens, and of the state there."""
+    last, at = slice(mark - SEGMENT, mark), mark // SEGMENT - 1
+    return dict(
+        output=ratio(found.outputs[row, last], expected.outputs[row, last]),
+        state=ratio(found.states[at, row], expected.states[at, row]),
+    )
+
+
+def study_variants(
+    spec: rs.ReplaySpec, inputs: rs.TokenInputs, expected: Trace, labels: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """What is folded under the delta rule, and with a decay by channel also bfloat16 decays."""
+    results = []
+    length = inputs.v.shape[1]
+    if spec.rule == "delta":
+        count = min(length, FOLDED)
+        first = jax.tree.map(lambda x: x[:, :count], inputs)
+        wanted = expected.states[count // SEGMENT - 1][:, 0]
+        for name, again in (("raw records", True), ("updates as they were read", False)):
+            states = fold_updates(first, spec.window, again=again)
+            for label, state, right in zip(labels, states, wanted, strict=True):
+                results.append(dict(**label, variant=name, tokens=count, state=ratio(state, right)))
+    if spec.decay == "channel":
+        rounded = dataclasses.replace(inputs, g=inputs.g.astype(jnp.bfloat16).astype(jnp.float32))
+        found = reference(spec, rounded)
+        for row, label in enumerate(labels):
+            errors = errors_at(found, expected, row, length)
+            results.append(dict(**label, variant="bfloat16 decays", tokens=length, **errors))
     return results
 
 
@@ -294,7 +372,7 @@ def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str
     truth = np.asarray(text.T[1:])
     results: list[dict[str, Any]] = []
     plain: dict[float, np.ndarray] = {}
-    for scheme in schemes():
+    for scheme in model_schemes():
         key = jax.random.key(0) if scheme.stochastic else None
         for stretch in STRETCHES:
             formed = with_formats(model, scheme, stretch)
@@ -317,20 +395,26 @@ def study_model(family: str, length: int, batch: int, bar: Any) -> list[dict[str
 
 # Tables and plots
 
+PARTS = ("head", "variants", "model")
+
 
 def write(results: dict[str, Any], path: Path) -> None:
     """Write the results as JSON, a row a line; what the file holds of other families stays."""
     if path.exists():
         before = json.loads(path.read_text())
-        results = dict(results, runs={**before["runs"], **results["runs"]})
-        for part in ("head", "model"):
-            old = [row for row in before[part] if row["family"] not in families_of(results[part])]
+        runs = {**before["runs"]}
+        for family, parts in results["runs"].items():
+            runs[family] = {**runs.get(family, {}), **parts}
+        results = dict(results, runs=runs)
+        for part in PARTS:
+            new = families_of(results[part])
+            old = [row for row in before[part] if row["family"] not in new]
             results[part] = sorted(
                 [*old, *results[part]], key=lambda row: FAMILIES.index(row["family"])
             )
     lines = []
     for name, value in results.items():
-        if name in ("head", "model"):
+        if name in PARTS:
             rows = ",\n".join(f"  {json.dumps(row)}" for row in value)
             lines.append(f" {json.dumps(name)}: [\n{rows}\n ]")
         else:
@@ -358,12 +442,14 @@ def at_end(results: dict[str, Any]) -> dict[tuple[str, str, float], dict[str, di
     return found
 
 
+def gates_of(row: dict[str, Any]) -> str:
+    return "trained gates" if row["gates"] == "trained" else f"memory {row['memory']:,.0f}"
+
+
 def head_table(results: dict[str, Any], family: str, field: str) -> tuple[list[str], list[Any]]:
     """Header and rows: a scheme a line, trained gates and each memory a column."""
     cases = {case: rows for case, rows in at_end(results).items() if case[0] == family}
-    header = ["scheme"]
-    for _, gates, memory in cases:
-        header.append("trained gates" if gates == "trained" else f"memory {memory:,.0f}")
+    header = ["scheme", *(gates_of(next(iter(rows.values()))) for rows in cases.values())]
     body = [
         [scheme.name, *(f"{rows[scheme.name][field]:.1e}" for rows in cases.values())]
         for scheme in schemes()
@@ -371,8 +457,30 @@ def head_table(results: dict[str, Any], family: str, field: str) -> tuple[list[s
     return header, body
 
 
+def variant_tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
+    """By their titles: what is folded, and decays in bfloat16; a column for each memory."""
+    found: dict[str, tuple[list[str], list[Any]]] = {}
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in results["variants"]:
+        family, last = NAMES[row["family"]], f"after {row['tokens']:,} tokens"
+        if "output" in row:
+            title = f"{family} with decays in bfloat16: relative error {last}"
+            fields = {field: field for field in ("output", "state")}
+        else:
+            title = f"What a flush folds, int8 copy: relative error of the state {last}"
+            fields = {f"{family}: {row['variant']}": "state"}
+        header, body = found.setdefault(title, (["of" if "output" in row else "folded"], []))
+        if gates_of(row) not in header:
+            header.append(gates_of(row))
+        for name, field in fields.items():
+            if (title, name) not in lines:
+                body.append(lines.setdefault((title, name), [name]))
+            lines[title, name].append(f"{row[field]:.1e}")
+    return found
+
+
 def model_table(results: dict[str, Any], stretch: float) -> tuple[list[str], list[Any]]:
-    """Header and rows: bits per byte, points of accuracy lost and agreement of each family."""
+    """Header and rows, for each family: bits per byte, points of accuracy lost, agreement."""
     families = families_of([row for row in results["model"] if row["stretch"] == stretch])
     rows = {
         (row["family"], row["scheme"]): row for row in results["model"] if row["stretch"] == stretch
@@ -380,8 +488,9 @@ def model_table(results: dict[str, Any], stretch: float) -> tuple[list[str], lis
     header = ["scheme"]
     for family in families:
         header += [f"{NAMES[family]}: bits per byte", "accuracy, points", "agreement"]
+        header.append("at the end")
     body = []
-    for scheme in schemes():
+    for scheme in model_schemes():
         line = [scheme.name]
         for family in families:
             row, plain = rows[family, scheme.name], rows[family, "conventional float32"]
@@ -389,6 +498,7 @@ def model_table(results: dict[str, Any], stretch: float) -> tuple[list[str], lis
                 f"{row['bits_per_byte']:.4f}",
                 f"{100 * (row['accuracy'] - plain['accuracy']):+.2f}",
                 f"{100 * row['agreement']:.2f}%",
+                f"{100 * row['tail_agreement']:.2f}%",
             ]
         body.append(line)
     return header, body
@@ -402,6 +512,7 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
         for field in ("output", "state"):
             title = f"{NAMES[family]}: relative error of the {field} after {last:,} tokens"
             found[title] = head_table(results, family, field)
+    found |= variant_tables(results)
     for stretch in sorted({row["stretch"] for row in results["model"]}):
         times = "" if stretch == 1 else f", remembering {stretch} times as long"
         found[f"Trained models on held-out text{times}"] = model_table(results, stretch)
@@ -422,8 +533,8 @@ def with_tables(page: str, results: dict[str, Any]) -> str:
 
 def show(title: str, table: tuple[list[str], list[Any]], console: Console) -> None:
     drawn = Table(title=title, title_justify="left", title_style="bold")
-    for name in table[0]:
-        drawn.add_column(name, justify="left" if name == "scheme" else "right")
+    for column, name in enumerate(table[0]):
+        drawn.add_column(name, justify="right" if column else "left")
     for line in table[1]:
         drawn.add_row(*line)
     console.print(drawn)
@@ -445,7 +556,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
     plt.rcParams["svg.hashsalt"] = "precision"  # the same file for the same figures
     families = families_of(results["head"])
     ends = {family: last_mark(results, family) for family in families}
-    colours = dict(zip(("float32", *FORMATS), ("black", "C0", "C2", "C3", "C1"), strict=True))
+    colours = dict(zip(("float32", *FORMATS), ("black", "C0", "C2", "C3", "C4", "C1"), strict=True))
 
     def line(scheme: Scheme) -> dict[str, Any]:
         styles = {"replay": "-", "recurrent": ":" if scheme.stochastic else "--"}
@@ -499,6 +610,7 @@ def plot(results: dict[str, Any], folder: Path) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--family", choices=(*FAMILIES, "all"), default="gated_delta_net")
+    parser.add_argument("--part", choices=("head", "model", "all"), default="all")
     parser.add_argument("--tokens", type=int, default=3000, help="of the one head")
     parser.add_argument("--text", type=int, default=512, help="bytes of each file that are read")
     parser.add_argument("--batch", type=int, default=4, help="files that the models read")
@@ -523,27 +635,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         results = json.loads(args.plot.read_text())
     else:
         families = FAMILIES if args.family == "all" else (args.family,)
-        results = dict(
-            runs={},
-            head=[],
-            model=[],
-        )
+        results = dict(runs={}, **{part: [] for part in PARTS})
         begin = time.perf_counter()
         with Progress(console=console, transient=True) as progress:
-            count = len(list(schemes())) * len(families) * 2
-            task = progress.add_task("", total=count)
+            head, whole = (args.part in (part, "all") for part in ("head", "model"))
+            count = head * len(list(schemes())) + whole * len(model_schemes())
+            task = progress.add_task("", total=count * len(families))
+            advance = partial(progress.advance, task)
+            made = dict(
+                corpus=load_corpus().name,
+                device=f"{jax.devices()[0].device_kind}, {platform.machine()}",
+                jax=jax.__version__,
+            )
             for family in families:
-                results["runs"][family] = dict(
-                    options=dict(tokens=args.tokens, text=args.text, batch=args.batch),
-                    text=load_corpus().name,
-                    device=f"{jax.devices()[0].device_kind}, {platform.machine()}",
-                    jax=jax.__version__,
-                )
-                advance = partial(progress.advance, task)
-                progress.update(task, description=f"{NAMES[family]}: one head")
-                results["head"] += study_head(family, args.tokens, advance)
-                progress.update(task, description=f"{NAMES[family]}: the model")
-                results["model"] += study_model(family, args.text, args.batch, advance)
+                runs = results["runs"].setdefault(family, {})
+                if head:
+                    progress.update(task, description=f"{NAMES[family]}: one head")
+                    rows, variants = study_head(family, args.tokens, advance)
+                    results["head"] += rows
+                    results["variants"] += variants
+                    runs["head"] = dict(tokens=args.tokens, **made)
+                if whole:
+                    progress.update(task, description=f"{NAMES[family]}: the model")
+                    results["model"] += study_model(family, args.text, args.batch, advance)
+                    runs["model"] = dict(text=args.text, batch=args.batch, **made)
                 if args.out is not None:
                     write(results, args.out)
         console.print(f"{time.perf_counter() - begin:.0f} s")

@@ -27,7 +27,7 @@ from pallas_kernels.products import (
     transpose,
 )
 from pallas_kernels.program import F32
-from pallas_kernels.read_copy import encode, make_scale
+from pallas_kernels.read_copy import encode, largest_magnitude, make_scale
 from pallas_kernels.solve import Solve
 from pallas_kernels.tf32 import READS
 
@@ -158,7 +158,8 @@ class Fold(Solve):
         if sm.scale is not None:
             amax = zeros((TILE,), ACC.reduce(1))
             for channels in self.parts:
-                amax = jnp.maximum(amax, jnp.max(jnp.abs(state_part(channels)), axis=1))
+                part = largest_magnitude(state_part(channels), interpret=self.mode.interpret)
+                amax = jnp.maximum(amax, part)
             scale, kept = make_scale(amax, p.read_dtype)
             store(self.tile_rows(sm.scale, i=i), kept)
         # From shared memory, for the registers; few of them hold all of the copy.

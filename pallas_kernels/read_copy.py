@@ -39,6 +39,15 @@ def is_scaled(dtype: Any) -> bool:
     return jnp.dtype(dtype).itemsize == 1
 
 
+def largest_magnitude(rows: jax.Array, *, interpret: bool) -> jax.Array:
+    """Of each of the rows [n, N] float32; NaN where a row holds one."""
+    if not interpret:
+        return jnp.max(jnp.abs(rows), axis=1)
+    # XLA's maximum of floats drops NaN on CPUs; bits order magnitudes as numbers do, NaN above.
+    bits = jax.lax.bitcast_convert_type(rows, jnp.int32) & np.int32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+
+
 def make_scale(amax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """The scale of rows by their largest magnitude: to divide by, and to keep (or NaN)."""
     top = _top(dtype)

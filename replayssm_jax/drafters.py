@@ -18,7 +18,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.mtp import MTPHeads
 from replayssm_jax.prompts import Prompt
 from replayssm_jax.sampling import Sampling, draw_from, shape_logits
-from replayssm_jax.spec import check_int, round_up
+from replayssm_jax.spec import check_int, check_number, round_up
 from replayssm_jax.state import check_protocol, check_type
 
 # Folded into a row's key: the target folds positions, which are smaller.
@@ -324,12 +324,12 @@ class MTPDrafter:
     @property
     def vocab_size(self) -> int:
         """Vocabulary of the model that the heads read."""
-        check_protocol("heads", self.heads, "MTPHeads", ("d_model",))
         return _vocab_size(self.model)
 
     def start(self, prompt: Prompt, capacity: int) -> tuple[()]:
-        """Check the widths: there is no state."""
+        """Check the heads: there is no state."""
         del prompt, capacity
+        check_type("the drafter's heads", self.heads, MTPHeads)
         check_int("num_drafts", self.num_drafts)
         if self.heads.d_model != self.model.config.d_model:
             raise ValueError(
@@ -407,14 +407,13 @@ class AdaptiveDrafter:
 
     def __post_init__(self) -> None:
         ranges = {
-            "cost": self.cost > 0,
-            "memory": 0 <= self.memory < 1,
-            "prior": 0 < self.prior < 1,
+            "cost": (lambda x: x > 0, "above 0"),
+            "memory": (lambda x: 0 <= x < 1, "in [0, 1)"),
+            "prior": (lambda x: 0 < x < 1, "in (0, 1)"),
         }
-        wanted = {"cost": "above 0", "memory": "in [0, 1)", "prior": "in (0, 1)"}
-        for name, allowed in ranges.items():
-            if not allowed:
-                raise ValueError(f"{name} must be {wanted[name]}, found {getattr(self, name)}")
+        for name, (allowed, wanted) in ranges.items():
+            if not allowed(check_number(name, getattr(self, name))):
+                raise ValueError(f"{name} must be {wanted}, found {getattr(self, name)}")
 
     @property
     def num_drafts(self) -> int:

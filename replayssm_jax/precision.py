@@ -126,7 +126,7 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
         return _round(clipped, dtype, keys)
     if x.dtype != jnp.float32:
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -_HUGE, _HUGE), x).astype(jnp.float32)
-    amax = jnp.max(jnp.abs(x), axis=-1)
+    amax = _largest_magnitude(x)
     # At least the smallest normal number: rows of zeros stay zeros, nothing is divided by zero. At
     # most what takes `top` to a finite number: a quotient may have been rounded up.
     most = float(np.nextafter(np.float32(_HUGE / top), np.float32(0)))
@@ -195,6 +195,16 @@ def advance(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     pairs = jax.vmap(split)(keys.reshape(-1, 2))
     return pairs[:, 0].reshape(keys.shape), pairs[:, 1].reshape(keys.shape)
+
+
+def _largest_magnitude(x: jax.Array) -> jax.Array:
+    """Of each row of x [..., N] float32, NaN where it holds one.
+
+    By their bits, which order magnitudes as numbers do and NaN above them: XLA's maximum of floats
+    drops NaN on CPUs, where the rows are long and many enough to be cut into parts.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def _round(x: jax.Array, dtype: np.dtype, keys: jax.Array | None) -> jax.Array:

@@ -37,6 +37,18 @@ def check_int(name: str, value: Any, least: int = 1) -> int:
     return int(value)
 
 
+def check_number(name: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+      TypeError: no number, Python's or NumPy's: a bool, an array, a traced value.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        found = type(value).__name__ if isinstance(value, jax.core.Tracer) else repr(value)
+        raise TypeError(f"{name} must be a number, found {found}")
+    return float(value)
+
+
 def check_arrays(**arrays: Any) -> None:
     """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
     for name, array in arrays.items():
@@ -53,7 +65,8 @@ def _as_dtype(dtype: Any) -> np.dtype | None:
         return None
 
 
-def _float_dtype(name: str, dtype: Any) -> np.dtype:
+def float_dtype(name: str, dtype: Any) -> np.dtype:
+    """`dtype` as NumPy's; raise TypeError where it is no floating one."""
     found = _as_dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         shown = repr(dtype) if found is None else found.name
@@ -61,7 +74,7 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return found
 
 
-def _state_dtype(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
+def state_dtype_of(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
     """A dtype that a state can be stored in: one of `wide` or of the low-precision formats."""
     allowed = (*map(jnp.dtype, wide), *FORMATS)
     names = ", ".join(x.name for x in allowed)
@@ -143,11 +156,13 @@ class ReplaySpec:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, found {getattr(self, name)!r}")
         for name in ("key_dtype", "value_dtype"):
-            object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
-        state_dtype = _state_dtype("state_dtype", self.state_dtype, (jnp.float32, jnp.float64))
+            object.__setattr__(self, name, float_dtype(name, getattr(self, name)))
+        state_dtype = state_dtype_of("state_dtype", self.state_dtype, (jnp.float32, jnp.float64))
         object.__setattr__(self, "state_dtype", state_dtype)
         if self.read_dtype is not None:
-            object.__setattr__(self, "read_dtype", _state_dtype("read_dtype", self.read_dtype, ()))
+            object.__setattr__(
+                self, "read_dtype", state_dtype_of("read_dtype", self.read_dtype, ())
+            )
             if self.is_rounded:
                 raise ValueError(
                     "a read copy needs a checkpoint in float32 or float64, found "

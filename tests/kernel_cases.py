@@ -197,8 +197,80 @@ def check_windowed_loop(spec, implementation):
     assert np.isnan(loud[1][spec.window - 1]).all()
 
 
+def check_nan_row(make, implementation, names):
+    """A state row that holds one NaN reads as NaN, before folds and after them; no other row does.
+
+    Args:
+      make: a spec from keyword arguments of its own.
+      implementation: whose kernels.
+      names: formats.
+    """
+    for name in names:
+        spec = make(read_dtype=name, window=1)
+        inputs = random_inputs(spec, 1, 3)
+        inputs = jax.tree.map(lambda x: jnp.concatenate([x, x]), inputs)
+        initial = np.random.default_rng(1).standard_normal(spec.state_shape(1), np.float32)
+        initial = jnp.tile(initial, (2, 1, 1, 1)).at[1, 0, 2, 3].set(jnp.nan)
+        step = jax.jit(functools.partial(rs.step, spec, implementation=implementation))
+        state, outputs = rs.init_state(spec, 2, initial, layout="vk", ragged=True), []
+        for t in range(3):  # all but the first fold, and read what they have folded
+            output, state = jax.block_until_ready(step(state, tokens(inputs, t, t + 1)))
+            outputs.append(output[:, 0])
+        copy = decode(state.read_copy, jnp.float32)
+        full = rs.materialize(spec, state)
+        for kind, found in ("output", jnp.stack(outputs, -1)), ("copy", copy), ("state", full):
+            good, bad = np.asarray(found)
+            broken = np.isnan(bad).any(axis=-1)
+            assert broken.ravel().nonzero()[0].tolist() == [2], f"{kind}, {name}: {broken}"
+            np.testing.assert_array_equal(bad[~broken], good[~broken], f"{kind}, {name}")
+            if kind == "output" or (kind == "copy" and isinstance(state.read_copy, Scaled)):
+                assert np.isnan(bad[broken]).all(), f"{kind}, {name}: {bad[broken]}"
+
+
 class KernelSuite(CoreSuite):
     """The base suite, and what kernels add to it: their shapes, and the tuned baseline."""
+
+    @pytest.mark.parametrize("window, key_dtype", [(16, jnp.bfloat16), (32, jnp.float32)])
+    def test_sixteen_tokens(self, family, window, key_dtype):
+        """As many as kernels take, and as a block of records has; windows of one and of two."""
+        options = dict(window=window, max_tokens=16, key_dtype=key_dtype)
+        self.check_rows_at_different_phases(self.make_spec(family, **options))
+
+    @pytest.mark.parametrize("batch_size", [1, 16, 99])
+    def test_identical_launches(self, family, batch_size):
+        self.check_identical_launches(self.make_spec(family, window=5, max_tokens=3), batch_size)
+
+    def check_identical_launches(self, spec, batch_size):
+        """Five launches give the same bits, in rows that flush beside rows that do not."""
+        inputs = tokens(random_inputs(spec, batch_size, spec.window + 7), None)
+        rows = np.arange(batch_size)
+        position = rows % 3
+
+        def next_tokens(n):
+            index = position[:, None] + np.arange(n)
+            return jax.tree.map(lambda x: x[rows[:, None], index], inputs)
+
+        def launch(name, *args):
+            first = self.jitted[name](spec, *args)
+            for _ in range(4):
+                chex.assert_trees_all_equal(self.jitted[name](spec, *args), first)
+            return first
+
+        state = rs.init_state(spec, batch_size, ragged=True)
+        _, state = self.verify(spec, state, tokens(inputs, 0, 3), position)
+        state = rs.commit(spec, state, position)
+        outputs = []
+        for _ in range(spec.window + 2):
+            launch("verify", state, next_tokens(3))
+            launch("flush", state, rows % 2 == 0)
+            output, state = launch("step", state, next_tokens(1))
+            outputs.append(output)
+            position += 1
+        assert np.asarray(state.checkpoint).any(axis=(1, 2, 3)).all(), "every row has flushed"
+        expected, _ = reference(spec, inputs)
+        index = rows[:, None] % 3 + np.arange(spec.window + 2)
+        limit = 1e-5 if spec.read_dtype is None else 2e-2
+        assert_close(np.concatenate(outputs, axis=1), expected[rows[:, None], index], limit)
 
     @pytest.mark.parametrize(
         "value_dim, key_dim", [(64, 128), (80, 128), (128, 64), (96, 80), (80, 96), (128, 128)]

@@ -11,6 +11,7 @@ import pytest
 from kernel_cases import (
     KernelSuite,
     OtherCut,
+    check_nan_row,
     check_read_copies,
     check_snapshots,
     check_windowed_loop,
@@ -41,6 +42,15 @@ class TestMosaicGpu(KernelSuite):
     @pytest.mark.parametrize("read_dtype", [None, "bfloat16", "int8"])
     def test_windowed_loop(self, family, read_dtype):
         check_windowed_loop(self.make_spec(family, read_dtype=read_dtype), self.implementation)
+
+    def test_a_row_of_a_read_copy_that_is_not_finite(self, family):
+        make = functools.partial(self.make_spec, family)
+        check_nan_row(make, self.implementation, ["bfloat16", "float8_e4m3fn", "int8"])
+
+    @pytest.mark.parametrize("batch_size", [1, 16, 99])
+    def test_identical_launches_with_a_read_copy(self, family, batch_size):
+        spec = self.make_spec(family, window=5, max_tokens=3, read_dtype="int8")
+        self.check_identical_launches(spec, batch_size)
 
     def test_drafts_with_a_read_copy(self, family):
         make = functools.partial(self.make_spec, family, window=5, max_tokens=2)

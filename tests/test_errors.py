@@ -767,6 +767,18 @@ def test_integers_do_not_wrap_around(argument):
                 "accepted must be integer, found bool",
             ),
             (
+                "no number of drafts",
+                lambda s: rs.commit(SPEC, s.ragged, None),
+                TypeError,
+                "accepted must be integer, found None",
+            ),
+            (
+                "no mask",
+                lambda s: rs.reset(SPEC, s.ragged, None),
+                TypeError,
+                "where must be bool, found None",
+            ),
+            (
                 "a matrix of rows",
                 lambda s: rs.take(SPEC, s.ragged, ints([[0, 1]])),
                 ValueError,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import (
+    check_nan_row,
     check_read_copies,
     check_snapshots,
     check_windowed_loop,
@@ -99,26 +100,38 @@ def test_values_in_the_interpreter(family, cut):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, key_dtype",
-    [("mamba2", jnp.bfloat16), ("gated_delta_net", jnp.bfloat16), ("kda", jnp.float32)],
+    "family, key_dtype, num_tokens, tested_at",
+    [
+        ("mamba2", jnp.bfloat16, 8, (24, 32)),
+        ("kda", jnp.float32, 8, (24, 32)),
+        ("mamba2", jnp.float32, 16, (16,)),
+        ("gated_delta_net", jnp.bfloat16, 16, (32,)),
+        ("kda", jnp.float32, 16, (16,)),
+        ("gla", jnp.bfloat16, 16, (32,)),
+    ],
 )
-def test_eight_tokens_in_the_interpreter(family, key_dtype):
-    """A window of two blocks, before and at its flush, as programs with many rows have it."""
-    spec = make_spec(family, window=32, max_tokens=8, key_dtype=key_dtype, **SHAPES[family])
-    inputs = random_inputs(spec, 2, 40)
+def test_many_tokens_in_the_interpreter(family, key_dtype, num_tokens, tested_at):
+    """A window of two blocks, before and at its flush, as programs with many rows have it.
+
+    Of 16 tokens little, for the time that it takes: a GPU runs the rest.
+    """
+    few = dict(num_heads=1, num_groups=1) if num_tokens > 8 else {}
+    dims = SHAPES[family] | few
+    spec = make_spec(family, window=32, max_tokens=num_tokens, key_dtype=key_dtype, **dims)
+    inputs = random_inputs(spec, 1, 32 + num_tokens)
     verify = functools.partial(rs.verify, spec)
     known = jax.jit(functools.partial(verify, implementation="xla"))
     tested = jax.jit(functools.partial(verify, implementation="mosaic_gpu"))
-    state = rs.init_state(spec, 2, ragged=True)
+    state = rs.init_state(spec, 1, ragged=True)
     with dispatch.interpreted_kernels(), cut_as_for_large_batches():
-        for t in range(0, 40, 8):
-            state, new = poison_dead_slots(spec, state), tokens(inputs, t, t + 8)
+        for t in range(0, 32 + num_tokens, num_tokens):
+            state, new = poison_dead_slots(spec, state), tokens(inputs, t, t + num_tokens)
             expected, after = known(state, new)
-            after = rs.commit(spec, after, 8)
-            if t >= 24:
+            after = rs.commit(spec, after, num_tokens)
+            if t in tested_at:
                 output, found = tested(state, new)
                 assert_close(output, expected)
-                found = rs.materialize(spec, rs.commit(spec, found, 8))
+                found = rs.materialize(spec, rs.commit(spec, found, num_tokens))
                 assert_close(found, rs.materialize(spec, after), 1e-6, "state")
             state = after
 
@@ -148,6 +161,13 @@ def test_windowed_loops_in_the_interpreter(family, read_dtype):
     spec = make_spec(family, window=2, read_dtype=read_dtype, **SHAPES[family])
     with dispatch.interpreted_kernels():
         check_windowed_loop(spec, "mosaic_gpu")
+
+
+@pytest.mark.slow
+def test_a_row_of_a_read_copy_that_is_not_finite_in_the_interpreter():
+    make = functools.partial(make_spec, "gla", **SHAPES["gla"] | dict(num_heads=1, num_groups=1))
+    with dispatch.interpreted_kernels():
+        check_nan_row(make, "mosaic_gpu", ["int8"])
 
 
 @pytest.mark.slow

@@ -43,8 +43,8 @@ def family(request):
     return request.param
 
 
-def small_spec(family):
-    return make_spec(family, window=5, max_tokens=2)
+def small_spec(family, **options):
+    return make_spec(family, window=5, max_tokens=2, **options)
 
 
 def draw(spec, num_rows, num_tokens, seed=0):
@@ -180,9 +180,10 @@ def test_rejection_by_a_scalar_pointer():
 
 @pytest.mark.parametrize("padding", [-1, -2, -5, -(2**31), 5, 2**31 - 1])
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["padding first", "padding last"])
-def test_padding_slots_touch_no_row(family, padding, order):
-    """Of a pool of 5 slots all but 3 stay bit-identical, in every leaf."""
-    spec = small_spec(family)
+@pytest.mark.parametrize("read_dtype", [None, "int8"])
+def test_padding_slots_touch_no_row(family, padding, order, read_dtype):
+    """Of a pool of 5 slots all but 3 stay bit-identical, in every leaf, scales too."""
+    spec = small_spec(family, read_dtype=read_dtype)
     pool, other = numbered_state(spec, 5), numbered_state(spec, 2, seed=1)
     slots = np.array([padding, 3])[order]
     after = insert(spec, pool, slots, other)

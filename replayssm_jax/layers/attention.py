@@ -18,6 +18,7 @@ from replayssm_jax.layers.norm import RMSNorm
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.rotary import rotate
 from replayssm_jax.layers.sharding import run_sharded
+from replayssm_jax.spec import float_dtype
 
 
 class _Heads(NamedTuple):
@@ -95,7 +96,7 @@ class Attention(CachedLayer):
         self.sliding_window = sliding_window
         self.scale = head_dim**-0.5 if scale is None else scale
         self.implementation = implementation
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
 
         linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 

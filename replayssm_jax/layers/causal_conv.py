@@ -16,6 +16,7 @@ from flax import nnx
 from replayssm_jax.layers.activations import ACTIVATIONS
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.progress import Progress, Span
+from replayssm_jax.spec import float_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,7 @@ class CausalConv(CachedLayer):
         self.kernel_size = kernel_size
         self.max_tokens = max_tokens
         self.activation = activation
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.kernel = nnx.Param(kernel_init(rngs.params(), (kernel_size, channels), param_dtype))
         bias = bias_init(rngs.params(), (channels,), param_dtype) if use_bias else None
         self.bias = nnx.data(None) if bias is None else nnx.Param(bias)

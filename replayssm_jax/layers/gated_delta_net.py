@@ -23,7 +23,7 @@ from replayssm_jax.layers.activations import (
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.spec import ReplaySpec, float_dtype
 
 
 class _Rest(NamedTuple):
@@ -82,7 +82,7 @@ class GatedDeltaNet(ReplayMixer):
         rngs: nnx.Rngs,
     ):
         num_value_heads = num_key_heads if num_value_heads is None else num_value_heads
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.allow_neg_eigval = allow_neg_eigval
         self.spec = ReplaySpec.gated_delta_net(
             num_value_heads=num_value_heads,

@@ -24,7 +24,7 @@ from replayssm_jax.layers.apart import apart
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.spec import ReplaySpec, float_dtype
 
 
 class _Rest(NamedTuple):
@@ -85,7 +85,7 @@ class KimiDeltaAttention(ReplayMixer):
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
     ):
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.lower_bound = lower_bound
         self.gate_rank = value_dim if gate_rank is None else gate_rank
         self.spec = ReplaySpec.kda(

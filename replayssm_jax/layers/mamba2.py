@@ -23,7 +23,7 @@ from replayssm_jax.layers.activations import (
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.spec import ReplaySpec, float_dtype
 
 
 class _Rest(NamedTuple):
@@ -88,7 +88,7 @@ class Mamba2(ReplayMixer):
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
     ):
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.dt_limits = (float(dt_limits[0]), float(dt_limits[1]))
         self.spec = ReplaySpec.mamba2(
             num_heads=num_heads,

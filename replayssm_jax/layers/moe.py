@@ -10,6 +10,7 @@ from flax import nnx
 
 from replayssm_jax.layers.activations import ACTIVATIONS, default_kernel_init
 from replayssm_jax.layers.mlp import MLP
+from replayssm_jax.spec import float_dtype
 
 _per_expert = nnx.initializers.lecun_normal(batch_axis=0)
 
@@ -79,7 +80,7 @@ class MoE(nnx.Module):
         self.num_groups = num_groups
         self.top_groups = top_groups
         self.activation = activation
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
 
         def experts(d_in: int, d_out: int, init: Any) -> nnx.Param:
             return nnx.Param(init(rngs.params(), (num_experts, d_in, d_out), param_dtype))

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from replayssm_jax.spec import check_int, state_dtype_of
+
 MixerKind = Literal["mamba2", "gated_delta_net", "kda", "attention"]
 MLPKind = Literal["swiglu", "relu2", "moe"]
 
@@ -196,11 +198,11 @@ class HybridConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "replay_window", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        for name in ("state_dtype", "read_dtype"):
-            if getattr(self, name) is not None:  # by name, for JSON; the layers check the rest
-                object.__setattr__(self, name, jnp.dtype(getattr(self, name)).name)
+            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        for name, wide in (("state_dtype", (jnp.float32, jnp.float64)), ("read_dtype", ())):
+            if name == "state_dtype" or self.read_dtype is not None:  # by name, for JSON
+                found = state_dtype_of(name, getattr(self, name), wide)
+                object.__setattr__(self, name, found.name)
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
         if not self.blocks:

@@ -37,7 +37,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.spec import check_arrays
+from replayssm_jax.spec import check_arrays, float_dtype
 from replayssm_jax.state import Pointer, check_rows, check_slots
 
 
@@ -67,7 +67,7 @@ class HybridLM(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = float_dtype("dtype", dtype)
         self.embed = nnx.Embed(
             config.vocab_size,
             config.d_model,

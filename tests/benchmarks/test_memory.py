@@ -7,6 +7,7 @@ import models
 import pytest
 from flax import nnx
 
+import replayssm_jax as rs
 from replayssm_jax.models import HybridLM
 
 STATE = {  # bytes of the recurrent states of one sequence: layers x heads x P x N x 4
@@ -46,6 +47,22 @@ def test_the_bytes_are_those_of_a_cache_that_is_made():
     held = memory.held(config, "replay", 1, 16)
     arrays = sum(x.nbytes for x in jax.tree.leaves(cache.layers))
     assert arrays == 2 * held.total
+
+
+def test_what_a_layer_holds_and_moves():
+    """By hand: 2 heads of 64 x 32, so a float32 state is 16384 bytes, a window of 8, 16 slots."""
+    dims = dict(num_heads=2, window=8)
+    spec = rs.ReplaySpec.mamba2(head_dim=64, state_dim=32, **dims)
+    record = 8 + 64 + 256 + 8  # decays, bf16 keys of one group and values, betas
+    moved = 9 / 8 * 16384 + record * (8 * 9 / 2 / 8 + 1)
+    assert memory.held_and_moved(spec) == pytest.approx((1 + 16 * record / 16384, moved / 16384))
+    # Under the delta rule steps read cached updates, flushes raw values and betas.
+    spec = rs.ReplaySpec.kda(value_dim=64, key_dim=32, read_dtype="int8", **dims)
+    copy, keys, raw, cached = 4096 + 4 * 128, 256 + 128, 256 + 8, 512
+    held = 16384 + copy + 16 * (keys + raw + cached)
+    moved = (7 * copy + 2 * 16384 + copy) / 8 + keys + raw + cached
+    moved += ((keys + cached) * 28 + (keys + raw) * 8) / 8
+    assert memory.held_and_moved(spec) == pytest.approx((held / 16384, moved / 16384))
 
 
 OPTIONS = ["--model", "tiny", "--tokens", "4", "--context", "64", "--memory", "0.01"]

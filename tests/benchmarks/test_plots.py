@@ -12,6 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = {
     "README.md": "",
     "docs/kernels.md": "../",
+    "docs/precision.md": "../",
     "docs/serving.md": "../",
     "docs/speculative.md": "../",
 }
@@ -184,6 +185,16 @@ def test_memory_tables():
     assert tables.largest_batch_table({"rows": ran}).splitlines()[2:] == [
         "| m (KDA) | 4 | snapshots | 10.0 | 11.0 | 300 |  | 99 | 1,234 |",
         "| m (KDA) | 4 | replay | 3.0 |  | 750 | 2.50x | 99 | 1,234 |",
+    ]
+    case = {"case": "kda, 2 heads", "family": "kda"}
+    formats = [
+        case | {"formats": "no copy", "held": 1.4688, "moved": 1.25},
+        case | {"formats": "8-bit copy", "held": 1.8, "moved": 0.5},
+    ]
+    assert tables.formats_table({"formats": formats}).splitlines() == [
+        "| layer: held, moved | no copy | 8-bit copy |",
+        "| --- | ---: | ---: |",
+        "| KDA, 2 heads | 1.47, 1.25 | 1.80, 0.50 |",
     ]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from random_modules import filled, jit
 
+import replayssm_jax as rs
 from replayssm_jax import generation
 from replayssm_jax.models import (
     AttentionConfig,
@@ -145,6 +146,15 @@ def insert(model, cache, slots, other):
 @jit
 def reset(model, cache, where):
     return model.reset(cache, where)
+
+
+_materialize = jit(rs.materialize, static_argnums=0)
+
+
+def state_of(model, cache):
+    """The recurrent state of the first layer."""
+    state = dataclasses.replace(cache.layers[0][0].state, pointer=cache.pointer)
+    return _materialize(model.blocks[0].mixers[0].spec, state)
 
 
 def start(model, prompt, capacity, **options):

@@ -1,12 +1,15 @@
 """HybridConfig: patterns, lists, JSON, errors."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
+from flax import nnx
 from model_cases import make_config
 
-from replayssm_jax.models import HybridConfig, LayerConfig, Mamba2Config
+from replayssm_jax import layers
+from replayssm_jax.models import HybridConfig, HybridLM, LayerConfig, Mamba2Config
 
 
 def test_pattern_and_list_describe_the_same_model():
@@ -69,3 +72,36 @@ def test_default_widths():
 def test_impossible_models_raise(options, message):
     with pytest.raises(ValueError, match=message):
         make_config("mamba2", **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(read_dtype="fp8"), "read_dtype must be a dtype, one of bfloat16, .*, found 'fp8'"),
+        (dict(state_dtype="fp8"), "state_dtype must be a dtype, one of float32, .*, found 'fp8'"),
+        (dict(state_dtype=None), "state_dtype must be a dtype, one of float32, .*, found None"),
+        (dict(d_model="wide"), "d_model must be an int, found 'wide'"),
+        (dict(max_tokens=2.0), "max_tokens must be an int, found 2.0"),
+    ],
+)
+def test_options_of_a_wrong_kind_raise(options, message):
+    with pytest.raises(TypeError, match=message):
+        make_config("mamba2", **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(HybridLM, make_config("mamba2")),
+        functools.partial(layers.Mamba2, 16, num_heads=2, head_dim=8, state_dim=8),
+        functools.partial(layers.GatedDeltaNet, 16, num_key_heads=2, key_dim=8, value_dim=8),
+        functools.partial(layers.KimiDeltaAttention, 16, num_heads=2, key_dim=8, value_dim=8),
+        functools.partial(layers.Attention, 16, num_heads=2),
+        functools.partial(layers.CausalConv, 16),
+        functools.partial(layers.MoE, 16, num_experts=4, top_k=2, d_expert=8),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_dtypes_that_there_are_not_raise(make):
+    with pytest.raises(TypeError, match="dtype must be a floating dtype, found 'fp8'"):
+        make(rngs=nnx.Rngs(0), dtype="fp8")

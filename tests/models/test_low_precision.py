@@ -3,6 +3,7 @@
 import functools
 import importlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,6 +164,24 @@ def test_generate_rounds_with_the_given_key():
     assert (first != other).any() and (first != logprobs(None)[0]).any()
     with pytest.raises(ValueError, match="rounding_key goes with new states"):
         generate(model, prompt, max_new_tokens=4, state=state, rounding_key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_new_keys_run_the_same_programs(speculative, monkeypatch):
+    chex.clear_trace_counter()  # counts go by name, over tests
+    compile_quickly(monkeypatch, chex.assert_max_traces(n=1))
+    model = model_with(state_dtype="float8_e5m2")
+    options = dict(max_new_tokens=8)
+    logprobs = []
+    for seed in range(3):
+        options["rounding_key"] = jax.random.key(seed)
+        if speculative:
+            drafter = NGramDrafter(num_drafts=3)
+            out = speculative_generate(model, random_tokens(B, 5), drafter, **options)
+        else:
+            out = generate(model, random_tokens(B, 5), **options)
+        logprobs.append(np.asarray(out.logprobs))
+    assert (logprobs[0] != logprobs[1]).any() and (logprobs[1] != logprobs[2]).any()
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")

@@ -643,6 +643,13 @@ def test_impossible_arguments_raise():
     ]:
         with pytest.raises(ValueError, match=message):
             AdaptiveDrafter(NGramDrafter(), **options)
+    for value, found in [("a", "'a'"), (None, "None"), (True, "True"), (jnp.float32(0.1), "Array")]:
+        with pytest.raises(TypeError, match=f"cost must be a number, found {found}"):
+            AdaptiveDrafter(NGramDrafter(), cost=value)
+    with pytest.raises(TypeError, match=r"memory must be a number, found \w+Tracer"):
+        jax.eval_shape(lambda x: AdaptiveDrafter(NGramDrafter(), memory=x).start, jnp.float32(0.1))
+    with pytest.raises(TypeError, match="the drafter's heads must be a MTPHeads, found NoneType"):
+        speculative_generate(model, PROMPTS, MTPDrafter(None, model), max_new_tokens=2)
     with pytest.raises(ValueError, match="a target with d_model=8, found d_model=16"):
         wide = MTPDrafter(MTPHeads(8, rngs=nnx.Rngs(0)), model)
         speculative_generate(model, PROMPTS, wide, max_new_tokens=2)
@@ -652,7 +659,6 @@ def test_impossible_arguments_raise():
         (None, "found NoneType without num_drafts, start, propose, observe"),
         (model, r"such as NGramDrafter\(\), found HybridLM without num_drafts"),
         (AdaptiveDrafter(3), r"such as NGramDrafter\(\), found int without num_drafts"),
-        (MTPDrafter(3, model), "heads must be MTPHeads, found int without d_model"),
         (NGramDrafter, r"such as NGramDrafter\(\), found the class NGramDrafter"),
         (
             type(

@@ -324,7 +324,7 @@ class MTPDrafter:
     @property
     def vocab_size(self) -> int:
         """Vocabulary of the model that the heads read."""
-        check_protocol("heads", self.heads, "MTPHeads", ("d_model",))
+        check_type("the drafter's heads", self.heads, MTPHeads)
         return _vocab_size(self.model)
 
     def start(self, prompt: Prompt, capacity: int) -> tuple[()]:

@@ -652,7 +652,7 @@ def test_impossible_arguments_raise():
         (None, "found NoneType without num_drafts, start, propose, observe"),
         (model, r"such as NGramDrafter\(\), found HybridLM without num_drafts"),
         (AdaptiveDrafter(3), r"such as NGramDrafter\(\), found int without num_drafts"),
-        (MTPDrafter(3, model), "heads must be MTPHeads, found int without d_model"),
+        (MTPDrafter(3, model), "the drafter's heads must be a MTPHeads, found int"),
         (NGramDrafter, r"such as NGramDrafter\(\), found the class NGramDrafter"),
         (
             type(

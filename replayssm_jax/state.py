@@ -391,8 +391,8 @@ def as_array(name: str, value: Any, kind: str) -> Any:
     What JAX makes of known numbers is traced under the caller's jit, and could not be checked.
 
     Raises:
-      TypeError: what is no number.
-      ValueError: lists whose lengths differ, integers that no dtype holds.
+      TypeError: what is no array of numbers.
+      ValueError: integers that no dtype holds.
     """
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
@@ -402,8 +402,8 @@ def as_array(name: str, value: Any, kind: str) -> Any:
         array = np.asarray(value)
     except jax.errors.TracerArrayConversionError:
         return jnp.asarray(value)
-    except ValueError:
-        raise ValueError(f"{name} must have one shape, found {value!r}") from None
+    except ValueError:  # lists of different lengths
+        raise TypeError(f"{name} must be {kind}, found {value!r}") from None
     if array.dtype == object and kind == "integer" and all(isinstance(x, int) for x in array.flat):
         raise ValueError(f"{name} must fit in int32, found {value!r}")
     if array.dtype.kind not in "biuf":

@@ -10,8 +10,7 @@ from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, programs_
 from pallas_kernels.read_copy import FORMATS
 from pallas_kernels.scratch import shared_bytes
 
-# Multiprocessors of a device, about; and programs below which it is not filled.
-_MULTIPROCESSORS = 132
+# Programs below which a device is not filled: two for each of about 132 multiprocessors.
 FILLED = 256
 # Shared memory of a multiprocessor of Hopper or Blackwell, and what of it a program takes unasked.
 _SHARED, _TAKEN = 228 * 1024, 1024
@@ -100,16 +99,10 @@ def _choose(problem: Problem, mode: Mode) -> Config | None:
         """State rows on a multiprocessor; what they share is made once for 128 of them at best."""
         return one[0] * min(one[1].num_rows, 128)
 
-    def rounds(one: tuple[int, Config]) -> float:
-        """How often all multiprocessors are filled."""
-        return programs(one[1]) / (one[0] * _MULTIPROCESSORS)
-
     ranked = [one for one in wide if at_once(one) == max(map(at_once, wide))]
-    for found in (*ranked, *wide):
-        if programs(found[1]) >= FILLED:
-            # A second round that few programs have takes as long as a full one.
-            whole = [one for one in pairs if rounds(one) <= 1 and programs(one[1]) >= FILLED]
-            return whole[0][1] if 1 < rounds(found) < 2 and whole else found[1]
+    for _, config in (*ranked, *wide):
+        if programs(config) >= FILLED:
+            return config
     return wide[-1][1]
 
 

@@ -10,7 +10,7 @@ state row, so that programs never wait for each other:
 
 A row whose window is full first folds: tile by tile S <- S diag(exp G) + U^T K on tensor cores,
 with the operands split into bf16 terms, written back in place, and read in the same pass. Whether
-to fold is read from the pointer in device memory, program by program.
+to fold is read from the pointer in device memory, program by program, where `Mode.decides`.
 
 Decays are kept as exponentials of sums of log-decays over segments that meet at the end of the
 window (all at most 1), so products of them neither overflow nor lose small gates behind large ones.
@@ -151,7 +151,7 @@ class Step(Fold):
         # More records than the window holds would be lost without a word: NaN instead.
         room = p.window if mode.fold or not mode.append else p.window - self.num_new
         self.outrun = jnp.where(self.length > room, jnp.nan, 0.0)
-        decides = mode.fold and mode.decides
+        decides = mode.fold and mode.decides and p.num_tokens > 0
         self.due = self.length + self.num_new > p.window if decides else mode.fold
 
     def start_state(self) -> None:

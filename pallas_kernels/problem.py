@@ -204,7 +204,7 @@ class Mode:
     """Which parts of the step a kernel has.
 
     Attributes:
-      fold: rows fold; without, those whose tokens would not fit in the window become NaN.
+      fold: rows fold; without, tokens that are appended beyond the window become NaN.
       decides: only rows fold whose tokens would not fit in the window; without, all of them.
       append: the new tokens are recorded.
       masked: rows may have fewer than T new tokens; without tokens, rows may stay as they are.

@@ -370,8 +370,9 @@ def _verify(
 
 
 def _drafts(before: Pointer, num_new: jax.Array | int) -> jax.Array:
-    """Pending drafts after a step; a loop that flushes all rows drops those of idle ones, too."""
-    kept = before.pending if before.phase is None else jnp.zeros_like(before.pending)
+    """Pending drafts after a step; one that flushed all rows dropped those of idle ones, too."""
+    flushed = before.phase is not None and before.phase.flush
+    kept = jnp.zeros_like(before.pending) if flushed else before.pending
     return jnp.where(num_new > 0, jnp.asarray(num_new, jnp.int32), kept)
 
 
@@ -382,17 +383,26 @@ def _verify_by_kernel(
     lengths: jax.Array | None,
     implementation: dispatch.Implementation,
 ) -> tuple[jax.Array, ReplayState]:
-    """The same in one kernel, which decides row by row whether to fold, if a loop did not."""
+    """The same in one kernel, which decides row by row whether to fold, if a loop did not.
+
+    Every implementation moves the pointer in the same way: the layers of a model share it.
+    """
     from replayssm_jax import kernels
 
     num_tokens = inputs.v.shape[1]
     num_new = num_tokens if lengths is None else lengths
     _check_real_gates(inputs.g, leading(lengths, num_tokens))
-    before = pointer = state.pointer
+    before = state.pointer
     flush: kernels.Flush = "due"
-    # Rows without tokens would stay as they are, and be too full for a later step without a fold.
-    if before.phase is not None and lengths is None and kernels.takes_flush(implementation):
-        flush = "all" if before.phase.flush else "none"
+    if before.phase is not None:
+        # Only one token's kernel takes no more without a fold than with one.
+        told = num_tokens == 1 and kernels.takes_flush(implementation)
+        if before.phase.flush and (lengths is not None or not told):  # idle rows, too
+            state = _flush(spec, state, None, implementation)
+            flush = "none" if told else "due"
+        elif told:
+            flush = "all" if before.phase.flush else "none"
+    pointer = state.pointer
     output, stored, buffer = kernels.step(
         spec,
         stored_of(state),

@@ -43,8 +43,9 @@ def why_not(implementation: str, spec: ReplaySpec, num_tokens: int) -> str | Non
 
 
 def takes_flush(implementation: str) -> bool:
-    """Whether a step can be told to fold all rows or none; Triton's finds out by itself."""
-    return implementation != "triton"
+    """Whether a step can be told to fold all rows or none; others find out by themselves."""
+    found: bool = _module(implementation).TAKES_FLUSH
+    return found
 
 
 def step(

@@ -18,6 +18,9 @@ from replayssm_jax.precision import Scaled, Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
+# Of its steps, see `kernels.takes_flush`.
+TAKES_FLUSH = True
+
 
 def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""

@@ -12,6 +12,9 @@ from replayssm_jax.precision import Stored
 from replayssm_jax.spec import ReplaySpec
 from replayssm_jax.state import InputBuffer
 
+# Of its steps, see `kernels.takes_flush`.
+TAKES_FLUSH = False
+
 
 def why_not(spec: ReplaySpec, num_tokens: int) -> str | None:
     """Why no kernel runs T tokens of a layer; None where one does."""

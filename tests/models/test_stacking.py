@@ -86,6 +86,20 @@ def test_rows_on_their_own_schedules(stacked, expected):
         at += accepted
 
 
+def test_idle_rows_keep_their_drafts():
+    """Where no block stands by itself behind the scan."""
+    model = make_model("gated_delta_net", pattern="MAMA", scan_layers=True, replay_window=4)
+    tokens = random_tokens(B, 8)
+    expected = np.asarray(forward(unstack_layers(model), tokens))
+    _, cache = prefill(model, tokens[:, :5], model.init_cache(B, SIZE))
+    for lengths in ([2, 2, 1], [0, 1, 0]):
+        _, cache = verify(model, tokens[:, 5:7], cache, jnp.array(lengths))
+    at = jnp.array([2, 1, 1], jnp.int32)
+    cache = commit(model, cache, at)
+    logits, _ = verify(model, tokens[jnp.arange(B), 5 + at][:, None], cache)
+    assert_close(logits[:, 0], expected[np.arange(B), 5 + at])
+
+
 def test_windowed_loop(stacked, expected):
     @jit
     def run(model, tokens, cache):

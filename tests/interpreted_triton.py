@@ -73,6 +73,28 @@ def steps_drafts_and_flushes(family, window):
     assert np.isnan(lost[0]).all(), "more records than the window holds must be loud"
 
 
+def windowed_loop(family, window):
+    """Layers that share a pointer may run by XLA: both move it in the same way."""
+    spec = make_spec(family, window=window, **SHAPES[family])
+    inputs = random_inputs(spec, 2, window + 2)
+    state = rs.init_state(spec, 2, ragged=True)
+    _, state = rs.step(spec, state, tokens(inputs, 0, 1), implementation="xla")
+    rest = jax.tree.map(lambda x: jnp.moveaxis(x[:, 1:, None], 1, 0), inputs)
+
+    def decode(implementation):
+        def body(state, token):
+            output, state = rs.step(spec, state, token, implementation=implementation)
+            return state, output
+
+        return rs.scan_steps(body, state, rest, window=window)
+
+    (found, outputs), (wanted, expected) = decode("triton"), decode("xla")
+    assert_close(outputs, expected, 1e-6)
+    assert_close(found.checkpoint, wanted.checkpoint, 1e-6, name="checkpoint")
+    assert found.pointer.start.tolist() == wanted.pointer.start.tolist()
+    assert found.pointer.length.tolist() == wanted.pointer.length.tolist()
+
+
 def several_tiles_for_a_program(family, window):
     """As large batches have: a head in two tiles of 16 rows, the second with 12 of them."""
     configs.FILLED, configs.REGISTERS = 0, 1
@@ -107,4 +129,5 @@ if __name__ == "__main__":
     family, window = sys.argv[1], int(sys.argv[2])
     steps_drafts_and_flushes(family, window)
     conventional_step(family)
+    windowed_loop(family, window)
     several_tiles_for_a_program(family, window)

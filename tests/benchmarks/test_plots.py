@@ -102,14 +102,15 @@ def test_window_table():
 
 def test_windows_table():
     rows = [
-        row(us, 75.0, batch=256, family="gated_delta_net", case=f"{GDN['case']}, window {window}")
-        | {"read_dtype": "int8", "extra": {"window": window}}
-        for us, window in ((30.0, 32), (25.0, 16))
+        row(us, 75.0, batch=256, family="gated_delta_net", case=f"{GDN['case']}, window {words}")
+        | {"read_dtype": "int8", "extra": {"window": int(words[:2])}}
+        for us, words in ((30.0, "32"), (25.0, "16"), (20.0, "16, windowed"))
     ]
     assert tables.windows_table(record(*rows)).splitlines() == [
         "| conventional → replay, us | batch | window 16 | window 32 |",
         "| --- | ---: | ---: | ---: |",
         "| GDN, int8 read copy, 32 heads | 256 | 75.0 → 25.0 (3.00x) | 75.0 → 30.0 (2.50x) |",
+        "| GDN, int8 read copy, 32 heads, windowed | 256 | 75.0 → 20.0 (3.75x) |  |",
     ]
 
 

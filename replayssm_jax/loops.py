@@ -35,10 +35,11 @@ def scan_steps(
 
     Each call of `f` must advance each ReplayState in the carry by one `step`, and `insert` only
     rows that hold no more records than the window has taken steps (rows of a flushed state do). A
-    row that outruns its window becomes NaN for good, outputs and state. The first step of each
-    window flushes whatever the ring holds, so any state can enter, and the result equals that of
-    `jax.lax.scan` within rounding. `f` is traced twice, and twice more when `window` does not
-    divide the length.
+    row whose committed tokens outrun its window becomes NaN for good, outputs and state, as one
+    does whose old state is selected over a flush and goes on later: let it idle by `verify` with a
+    length of 0. The first step of each window flushes whatever the ring holds, so any state can
+    enter, and the result equals that of `jax.lax.scan` within rounding. `f` is traced twice, and
+    twice more when `window` does not divide the length.
 
     Inside `f` the states of the carry know their place in the window, and states from outside do
     not: their trees differ, so `jax.tree.map` and `lax.cond` cannot mix them. To start rows `done`

@@ -7,6 +7,7 @@ it, where there is one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import beside, broadcast, load, operand_rows, store, zeros
+from pallas_kernels import tf32
+from pallas_kernels.layouts import (
+    beside,
+    broadcast,
+    load,
+    operand_rows,
+    state_rows,
+    store,
+    zeros,
+)
 from pallas_kernels.problem import BLOCK, TILE, blocks
 from pallas_kernels.products import (
     ACC,
@@ -115,7 +125,7 @@ class Fold(Solve):
         """The window's records in the rows of state tile i from device memory, by sixteens."""
         found = {}
         for first in blocks(self.p.padded_window):
-            eights = self.load_rows(self.records, i, first)
+            eights = self.load_rows(self.records, i, first, RECORDS)
             if len(eights) == 1:
                 eights.append(zeros((8, TILE), RECORDS).astype(eights[0].dtype))
             found[first] = beside(eights, RECORDS, interpret=self.mode.interpret, axis=0)
@@ -147,27 +157,25 @@ class Fold(Solve):
 
     def encode_tile(self, slot: Any, i: Any) -> None:
         """Make and write tile i of the new copy, in the place of the state once that has left."""
-        p, sm = self.p, self.sm
+        p, sm, layout, interpret = self.p, self.sm, state_rows(self.p.key_dim), self.mode.interpret
 
         def state_part(channels: Any) -> jax.Array:
             if channels.start:
                 plgpu.commit_smem()  # not sooner, for the registers that it takes
-            return load(sm.state.at[slot, :, channels], ACC, optimized=True)
+            return load(sm.state.at[slot, :, channels], layout)
 
         scale = None
         if sm.scale is not None:
-            amax = zeros((TILE,), ACC.reduce(1))
-            for channels in self.parts:
-                part = largest_magnitude(state_part(channels), interpret=self.mode.interpret)
-                amax = jnp.maximum(amax, part)
-            scale, kept = make_scale(amax, p.read_dtype)
-            store(self.tile_rows(sm.scale, i=i), kept)
-        # From shared memory, for the registers; few of them hold all of the copy.
+            found = [largest_magnitude(state_part(x), interpret=interpret) for x in self.parts]
+            scale = make_scale(functools.reduce(jnp.maximum, found), p.read_dtype)
+            store(self.tile_rows(sm.scale, i=i), scale)
         values = []
-        for channels in self.parts:
-            values.append(encode(state_part(channels), scale, p.read_dtype, ACC))
+        width = tf32.width(p.key_dim)
+        for first in range(0, p.key_dim, width):
+            part = state_part(pl.ds(first, width))
+            values.append(encode(part, scale, p.read_dtype, layout, interpret=interpret))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have read it, too
-        store(sm.encoded, beside(values, ACC, interpret=self.mode.interpret))
+        store(sm.encoded, beside(values, layout, interpret=interpret))
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm.encoded, self.copy_tile(i))
 

@@ -7,11 +7,17 @@ that is not finite has the scale NaN: it reads as NaN, and no other row does.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math, scf, vector
 
 from pallas_kernels.layouts import broadcast
 
@@ -48,39 +54,44 @@ def largest_magnitude(rows: jax.Array, *, interpret: bool) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
 
 
-def make_scale(amax: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The scale of rows by their largest magnitude: to divide by, and to keep (or NaN)."""
+def make_scale(amax: jax.Array, dtype: Any) -> jax.Array:
+    """The scale of rows by their largest magnitude; NaN where that is not finite."""
     top = _top(dtype)
     # At least the smallest normal number: a row of zeros stays one. At most what takes `top` to a
     # finite number: the quotient may have been rounded up.
     most = float(np.nextafter(np.float32(_HUGE / top), np.float32(0)))
     scale = jnp.maximum(jnp.minimum(amax / top, most), _TINY)
-    return scale, jnp.where(amax <= _HUGE, scale, jnp.nan)
+    return jnp.where(amax <= _HUGE, scale, jnp.nan)
 
 
-def encode(rows: jax.Array, scale: jax.Array | None, dtype: Any, layout: Any) -> jax.Array:
+def encode(
+    rows: jax.Array, scale: jax.Array | None, dtype: Any, layout: Any, *, interpret: bool
+) -> jax.Array:
     """State rows in a format, to nearest even.
 
-    Finite values beyond the format's range become its largest number.
+    In 16 bits finite values beyond the format's range become its largest number.
 
     Args:
       rows: [n, N] float32.
-      scale: [n] to divide by, None in 16 bits.
+      scale: [n] from `make_scale`, None in 16 bits. Rows whose scale is NaN may be anything.
       dtype: one of `FORMATS`.
       layout: of the rows.
+      interpret: for the interpreter on CPU.
 
     Returns:
       [n, N] in `dtype`.
     """
-    top = _top(dtype)
     if scale is None:
-        within = jnp.maximum(jnp.minimum(rows, top), -top)
-        return jnp.where(jnp.abs(rows) <= _HUGE, within, rows).astype(dtype)
-    values = rows * broadcast(1 / scale, rows.shape, (0,), layout)
-    values = jnp.maximum(jnp.minimum(values, top), -top)
-    if jnp.issubdtype(dtype, jnp.integer):
-        values = jnp.round(values)
-    return values.astype(dtype)
+        return _within(rows, dtype) if interpret else _narrow(rows, dtype, layout)
+    factor = broadcast(1 / scale, rows.shape, (0,), layout)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        values = rows * factor
+        if interpret:  # the device's conversion has this in it
+            values = jnp.clip(values, -_top(dtype), _top(dtype))
+        return values.astype(dtype)
+    if interpret:
+        return jnp.round(rows * factor).astype(dtype)
+    return _round_to_integers(rows, factor, layout)
 
 
 def _top(dtype: Any) -> float:
@@ -88,3 +99,61 @@ def _top(dtype: Any) -> float:
     integer = jnp.issubdtype(dtype, jnp.integer)
     info: Any = jnp.iinfo(dtype) if integer else jnp.finfo(dtype)
     return float(info.max)
+
+
+def _within(rows: jax.Array, dtype: Any) -> jax.Array:
+    """Rows in 16 bits, within the format's range but for infinities."""
+    top = _top(dtype)
+    return jnp.where(jnp.abs(rows) <= _HUGE, jnp.clip(rows, -top, top), rows).astype(dtype)
+
+
+def _narrow(rows: jax.Array, dtype: Any, layout: Any) -> jax.Array:
+    """The same; only a thread that has values beyond the range looks at each of its own."""
+    out = plgpu.ShapeDtypeStruct(rows.shape, dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    def narrow(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        f32 = ir.F32Type.get()
+        values = [*x.registers.flat]
+        largest = functools.reduce(arith.maxnumf, map(math.absf, values))
+        largest = vector.reduction(f32, vector.CombiningKind.MAXNUMF, largest)
+        beyond = arith.cmpf(arith.CmpFPredicate.OGT, largest, mgpu.utils.c(_top(dtype), f32))
+        branch = scf.IfOp(beyond, [one.type for one in values], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([_clip(one, _top(dtype)) for one in values])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(values)
+        registers = np.array(branch.results, dtype=object).reshape(x.registers.shape)
+        within = fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        return within.astype(mgpu.utils.dtype_to_ir_type(dtype))
+
+    narrowed: jax.Array = narrow(rows)
+    return narrowed
+
+
+def _clip(values: ir.Value, top: float) -> ir.Value:
+    """Finite ones within the range."""
+    most, least, huge = (mgpu.utils.c(n, values.type) for n in (top, -top, _HUGE))
+    within = arith.maximumf(arith.minimumf(values, most), least)
+    is_finite = arith.cmpf(arith.CmpFPredicate.OLE, math.absf(values), huge)
+    clipped: ir.Value = arith.select(is_finite, within, values)
+    return clipped
+
+
+def _round_to_integers(rows: jax.Array, factor: jax.Array, layout: Any) -> jax.Array:
+    """rows * factor as int8: the low byte of a float whose last bit counts as one."""
+    out = plgpu.ShapeDtypeStruct(rows.shape, jnp.dtype(jnp.int8), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
+    def round_all(_: Any, x: fa.FragmentedArray, factor: fa.FragmentedArray) -> Any:
+        registers = np.empty(x.registers.shape, dtype=object)
+        for i, values in np.ndenumerate(x.registers):
+            rounded = math.fma(values, factor.registers[i], mgpu.utils.c(1.5 * 2**23, values.type))
+            [length] = ir.VectorType(values.type).shape
+            i32, i8 = (ir.IntegerType.get_signless(n) for n in (32, 8))
+            bits = mgpu.utils.bitcast(rounded, ir.VectorType.get((length,), i32))
+            registers[i] = arith.trunci(ir.VectorType.get((length,), i8), bits)
+        return fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=True)
+
+    rounded: jax.Array = round_all(rows, factor)
+    return rounded

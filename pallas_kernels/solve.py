@@ -20,27 +20,34 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import beside, broadcast, decay, load, record_rows, spread, store, zeros
+from pallas_kernels import tf32
+from pallas_kernels.layouts import (
+    beside,
+    broadcast,
+    decay,
+    load,
+    record_rows,
+    spread,
+    store,
+    zeros,
+)
 from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, blocks
 from pallas_kernels.products import (
     ACC,
     LHS,
-    RECORDS,
     RHS,
     SUMS,
-    as_operand,
     multiply,
     multiply_rows,
     operand_layouts,
     rows_layout,
     split,
     term_pairs,
-    tile_terms,
-    transpose,
 )
 from pallas_kernels.program import F32, Program
 from pallas_kernels.read_copy import ReadCopy
 from pallas_kernels.scratch import SINCE, WEIGHT, Scratch
+from pallas_kernels.tf32 import READS
 
 
 class Solve(Program):
@@ -89,7 +96,7 @@ class Solve(Program):
             self.make_system()
         plgpu.commit_smem()  # all threads have read the window
         self.invert()
-        if p.channel:
+        if p.key_terms > 1:
             plgpu.commit_smem()  # they take the place of the system
             self.make_solve_keys()
 
@@ -135,18 +142,18 @@ class Solve(Program):
                 store(sm.solve_decay.at[j], self.exp(log, self.channels))
 
     def make_solve_keys(self) -> None:
-        """Terms of the keys as the checkpoint sees them, by channel; dead ones may be anything."""
+        """The keys as the checkpoint sees them, in float32; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
         for first in blocks(p.padded_window):
             block = range(first, min(first + BLOCK, p.window))
             keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
-            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block if p.channel}
             for j, key in keys.items():
-                since = since + decays[j]
-                decayed = key * self.exp(since, self.channels)
-                for b, term in enumerate(split(decayed, p.key_terms, away=True)):
-                    store(sm.solve_key.at[b, j, pl.ds(0, p.key_dim)], term)
+                if p.channel:
+                    since = since + decays[j]
+                    key = key * self.exp(since, self.channels)
+                store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], key)
 
     def multiply_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other: exactly, of bf16 keys."""
@@ -182,16 +189,15 @@ class Solve(Program):
                 def advance(
                     pair: jax.Array, keys: jax.Array, first: int = first, row: Any = row
                 ) -> Any:
-                    """The block's keys before a record as it sees them, its own among them."""
+                    """The block's keys as a record sees them that come before it."""
                     ahead = [pair * 2 + n for n in range(2)]
                     own = [spread_rows(sm.key.at[i]) for i in ahead]
                     gates = [spread_rows(sm.solve_decay.at[i]) for i in ahead if p.channel]
                     found = []
                     for n, i in enumerate(ahead):
                         if p.channel:
-                            keys = keys * gates[n]
+                            keys = jnp.where(row < i, keys * gates[n], keys)
                         found.append(jnp.sum(keys * own[n], axis=1))
-                        keys = jnp.where(row == i, own[n], keys)
                     for i, scores in zip(ahead, found, strict=True):
                         place = sm.system.at[head, i, pl.ds(first, BLOCK)]
                         if not p.channel:
@@ -199,7 +205,7 @@ class Solve(Program):
                         store(place, scores)
                     return keys
 
-                start = zeros(shape, self.block)
+                start = load(sm.key.at[pl.ds(first, BLOCK)], self.block).astype(F32)
                 lax.fori_loop(jnp.int32(first // 2), lax.div(live + 1, 2), advance, start)
 
     def invert(self) -> None:
@@ -247,8 +253,7 @@ class Solve(Program):
 
         [64, 16] for each 16 records, in `ACC`; dead ones zero.
         """
-        p = self.p
-        firsts = blocks(p.padded_window)
+        firsts = blocks(self.p.padded_window)
         values = [self.load_values(i, first) for first in firsts]
         plgpu.barrier_wait(self.sm.state_bar.at[slot])
         reads = [self.read_keys(slot, first) for first in firsts]
@@ -270,17 +275,21 @@ class Solve(Program):
     ) -> list[jax.Array]:
         """The updates as if all rows of a state tile were of one head."""
         p, sm, interpret = self.p, self.sm, self.mode.interpret
-        index = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=ACC)
+
+        def live(first: int, layout: Any) -> jax.Array:
+            index = plgpu.broadcasted_iota(jnp.int32, (TILE, BLOCK), 1, layout=layout)
+            return index + first < self.length
+
         gaps: list[list[jax.Array]] = []
         found = []
         for first, value, read in zip(blocks(p.padded_window), values, reads, strict=True):
             here = pl.ds(first, BLOCK)
-            live = index + first < self.length
             if not p.channel:
-                since = load(sm.solve_gate.at[SINCE, head, here], ACC.reduce(0))
-                read = read * broadcast(since, read.shape, (1,), ACC)
-            gap = jnp.where(live, value - read, 0.0)
-            gaps.append(split(gap if interpret else as_operand(gap), 3, cut=True))
+                since = load(sm.solve_gate.at[SINCE, head, here], READS.reduce(0))
+                read = read * broadcast(since, read.shape, (1,), READS)
+            gap = jnp.where(live(first, READS), value - read, 0.0)
+            terms = split(gap, 3, cut=True)
+            gaps.append([tf32.as_left(term, LHS, interpret=interpret) for term in terms])
             sums = [zeros((TILE, BLOCK), ACC)] * 3
             for other, terms in zip(blocks(first + BLOCK), gaps, strict=True):
                 factors = [sm.inverse.at[head, b, here, pl.ds(other, BLOCK)] for b in range(3)]
@@ -292,19 +301,22 @@ class Solve(Program):
             if not p.channel:
                 weight = load(sm.solve_gate.at[WEIGHT, head, here], ACC.reduce(0))
                 update = update * broadcast(weight, update.shape, (1,), ACC)
-            found.append(jnp.where(live, update, 0.0))
+            found.append(jnp.where(live(first, ACC), update, 0.0))
         return found
 
     def load_values(self, i: Any, first: int) -> jax.Array:
-        """Raw values of 16 records in the rows of state tile i, from device memory, [64, 16]."""
-        interpret = self.mode.interpret
-        values = [x.astype(F32) for x in self.load_rows(self.values, i, first)]
-        values = [value.T if interpret else transpose(value, ACC) for value in values]
-        if len(values) == 1:  # a short window
-            values.append(zeros((TILE, 8), ACC))
-        return beside(values, ACC, interpret=interpret)
+        """Raw values of 16 records in the rows of tile i, from device memory, [64, 16] in `READS`.
 
-    def load_rows(self, ref: Any, i: Any, first: int) -> list[jax.Array]:
+        Where a window ends before the sixteenth, the others are zero.
+        """
+        interpret = self.mode.interpret
+        values = self.load_rows(self.values, i, first, tf32.TURNED)
+        values = [tf32.turn(value.astype(F32), interpret=interpret) for value in values]
+        if len(values) == 1:
+            values.append(zeros((TILE, 8), READS))
+        return beside(values, READS, interpret=interpret)
+
+    def load_rows(self, ref: Any, i: Any, first: int, layout: Any) -> list[jax.Array]:
         """16 records' [B, R, H, P] in the rows of state tile i, from device memory, by eights."""
         found = range(0, min(BLOCK, self.p.window - first), 8)
         slots = [pl.ds(self.slot(first + n), 8) for n in found]
@@ -317,25 +329,21 @@ class Solve(Program):
             flat = ref.reshape(*ref.shape[:2], -1)
             rows = pl.ds(self.first_row + i * TILE, TILE)
             places = [flat.at[self.b, slot, rows] for slot in slots]
-        return [load(place, RECORDS) for place in places]
+        return [load(place, layout) for place in places]
 
     def read_keys(self, slot: Any, first: int) -> jax.Array:
-        """Products of the state tile with 16 keys of the window, some key channels at a time."""
+        """Products of the state tile with 16 keys of the window, in `READS`."""
         p, sm = self.p, self.sm
-        interpret = self.mode.interpret
-        sums = [zeros((TILE, BLOCK), ACC)] * 3
-        width = 32 if p.key_dim % 32 == 0 else 16  # what one span of the tile's swizzle holds
+        keys, dtype = sm.solve_key, F32
+        if keys is None:
+            keys, dtype = sm.key if sm.fold_key is None else sm.fold_key.at[0], p.key_dtype
+        found = tf32.TileProducts(p.key_dim, BLOCK, dtype, interpret=self.mode.interpret)
+        width = tf32.width(p.key_dim)
         records = pl.ds(first, BLOCK)
-        keys = sm.solve_key if p.channel else sm.fold_key
-        terms = [sm.key] if keys is None else [keys.at[b] for b in range(p.key_terms)]
         for channel in range(0, p.key_dim, width):
-            if channel and (p.channel or channel % 64 == 0):
+            if channel and channel % 64 == 0:
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
-            tile = load(sm.state.at[slot, :, here], LHS, optimized=not interpret)
-            state = tile_terms(tile, 3)
-            factors = [load(term.at[records, here].transpose((1, 0)), RHS) for term in terms]
-            for a, b in term_pairs(p.key_terms):
-                operands = state[a], factors[b]
-                sums[a] = multiply(sums[a], *operands, (LHS, RHS), interpret=interpret)
-        return jnp.where(self.fresh, 0.0, sums[0] + (sums[1] + sums[2]))
+            columns = load(keys.at[records, here], found.columns)
+            found.add(load(sm.state.at[slot, :, here], found.rows), columns)
+        return jnp.where(self.fresh, 0.0, found.total())

@@ -29,6 +29,8 @@ from pallas_kernels.problem import TILE
 
 # [64 n, 8 m] products with tiles: a lane has two rows, neighbours, of one column.
 READS = tiled(((64, 8), (16, 8), (8, 8), (2, 1)), (-8,), (-3, -4))
+# [8 m, 64 n] whose elements lie as those of their transpose in `READS`.
+TURNED = tiled(((8, 64), (8, 16), (8, 8), (1, 2)), (-7,), (-4, -3))
 
 
 def width(contracted: int) -> int:
@@ -188,6 +190,51 @@ class Shares:
         """The sums, in `layout`."""
         found = [sums[pair] for pair in self.sums[0] for sums in self.sums]
         return functools.reduce(lambda x, y: x + y, reversed(found))
+
+
+def turn(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """[8 m, 64] in `TURNED` as [64, 8 m] in `READS`."""
+    if interpret:
+        return x.T
+    out = plgpu.ShapeDtypeStruct(x.shape[::-1], x.dtype, layout=READS)
+
+    @plgpu.inline_mgpu(arg_types=(TURNED,), return_type=out)
+    def emit(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        layout = READS.to_mgpu()
+        kind = ir.VectorType.get((1,), ir.VectorType(x.registers.flat[0].type).element_type)
+        registers = np.empty(layout.registers_shape(x.shape[::-1]), dtype=object)
+        registers.flat = [vector.from_elements(kind, [one]) for one in _elements(x)]
+        return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    turned: jax.Array = emit(x)
+    return turned
+
+
+def as_left(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """[64, 16] bf16 in `READS` in the layout of a left operand, whose lanes have rows' neighbours.
+
+    Warps turn eight rows of eight columns at a time.
+    """
+    if interpret:
+        return x
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(READS,), return_type=out)
+    def emit(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        kind = ir.VectorType.get((2,), ir.BF16Type.get())
+        given = layout.to_mgpu()
+        registers = np.empty(given.registers_shape(x.shape), dtype=object)
+        for i, pair in enumerate(x.registers.reshape(-1, 2)):
+            both = mgpu.utils.bitcast(mgpu.utils.vector_concat([*pair]), i32)
+            turned = llvm.inline_asm(
+                i32, [both], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r"
+            )
+            registers.flat[i] = mgpu.utils.bitcast(turned, kind)
+        return fa.FragmentedArray(_registers=registers, _layout=given, _is_signed=None)
+
+    operand: jax.Array = emit(x)
+    return operand
 
 
 def _cut(x: jax.Array) -> jax.Array:

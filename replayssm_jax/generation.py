@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax.layers.mixer import Decode, check_decode
-from replayssm_jax.models.arguments import check_cache, check_end
+from replayssm_jax.models.arguments import check_cache, check_end, check_vocabulary
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_models
@@ -187,9 +187,16 @@ def start(
         state = dataclasses.replace(state, hidden=None)
     counts: Any = width if prompt.valid is None else prompt.valid.sum(axis=1, dtype=np.int32)
     check_end(position, counts, state.cache.size)
+    conditions = Stops.make(batch_size, *stops)
+    for name, found in (
+        ("stop_tokens", conditions.tokens),
+        ("stop_sequences", conditions.sequences),
+    ):
+        if found is not None:  # -1 pads
+            check_vocabulary(found, True, model.config.vocab_size, name=name, least=-1)
     control = Control(
         sampling=sampling,
-        stops=Stops.make(batch_size, *stops),
+        stops=conditions,
         keys=keys,
         limits=limits,
         pad_token=check_array("pad_token", pad_token, (), jnp.integer),

@@ -55,14 +55,16 @@ def check_values(tokens: jax.Array, span: Span, vocab_size: int, size: int | Non
         check_end(position, np.broadcast_to(real, tokens.shape).sum(axis=1), size)
 
 
-def check_vocabulary(tokens: Any, real: Any, vocab_size: int) -> None:
+def check_vocabulary(
+    tokens: Any, real: Any, vocab_size: int, *, name: str = "tokens", least: int = 0
+) -> None:
     """Raise ValueError where `tokens` are known to be out of range; `real` is a `known_mask`."""
     known = concrete(tokens)
     if known is None or real is None:
         return
-    wrong = real & ((known < 0) | (known >= vocab_size))
+    wrong = real & ((known < least) | (known >= vocab_size))
     if wrong.any():
-        raise ValueError(f"tokens must lie in [0, {vocab_size}), found {known[wrong][0]}")
+        raise ValueError(f"{name} must lie in [{least}, {vocab_size}), found {known[wrong][0]}")
 
 
 def check_end(position: Any, counts: Any, size: int | None) -> None:

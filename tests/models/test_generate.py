@@ -35,7 +35,7 @@ PROMPTS = [[3], [7, 1, 4, 4, 9], [2, 11]]
 B, N = 3, 12
 FAMILY = "gated_delta_net"
 SAMPLED = dict(
-    temperature=1.0, top_k=8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, stop_tokens=V
+    temperature=1.0, top_k=8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, stop_tokens=-1
 )
 
 
@@ -117,7 +117,7 @@ def test_limits_stop_tokens_and_sequences_by_row(model, decode):
         decode=decode,
         max_new_tokens=np.array([0, N, 9]),
         stop_tokens=[[], [stop], []],
-        stop_sequences=[sequence, [V + 5] * 7],
+        stop_sequences=[sequence, [1] * (N + 1)],
         pad_token=-7,
     )
     reasons = [StopReason.LENGTH, StopReason.TOKEN, StopReason.SEQUENCE]
@@ -142,7 +142,7 @@ def test_tokens_outside_the_vocabulary_raise_unless_they_are_padding(model):
 
 def test_a_stop_at_the_first_token(model):
     first = np.asarray(greedy().tokens[:, :1])
-    never = [[V + 5] * 3, [V + 5] * 7]
+    never = [[1] * (N + 1), [2] * (N + 2)]  # longer than what is generated
     out = generate(model, PROMPTS, max_new_tokens=N, stop_tokens=first, stop_sequences=never)
     np.testing.assert_array_equal(out.lengths, [1] * B)
     np.testing.assert_array_equal(out.stop_reason, [StopReason.TOKEN] * B)
@@ -361,6 +361,8 @@ def test_impossible_arguments_raise(model):
         (dict(stop_tokens=np.zeros((2, 1), int)), "stop_tokens must be"),
         (dict(max_new_tokens=2**32 + 1), "max_new_tokens must fit in int32, found 4294967297"),
         (dict(stop_tokens=[2**40]), "stop_tokens must fit in int32"),
+        (dict(stop_tokens=V), rf"stop_tokens must lie in \[-1, {V}\), found {V}"),
+        (dict(stop_sequences=[[1, -2]]), rf"stop_sequences must lie in \[-1, {V}\), found -2"),
         (dict(stop_sequences=[[2**40]]), "stop_sequences must fit in int32"),
         (dict(pad_token=2**40), "pad_token must fit in int32, found 1099511627776"),
         (dict(bos_token=[1]), r"bos_token must have shape \(\), found \(1,\)"),

@@ -176,7 +176,7 @@ def test_limits_stops_and_the_end_of_the_cache_by_row(limits, lengths, reasons):
         capacity=32,
         cache_size=12,
         stop_tokens=[[], [int(tokens[1, 3])], []],
-        stop_sequences=[tokens[2, 6:9].tolist(), [V + 5] * 7],
+        stop_sequences=[tokens[2, 6:9].tolist(), [1] * 99],
         pad_token=-7,
     )
     wanted = generate(model, PROMPTS, **options)

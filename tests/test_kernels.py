@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import types
 
 import chex
@@ -247,6 +248,29 @@ def test_real_layers_lower_and_call_one_kernel(layer, device):
     text = lowered(three_layers, [state] * 3, one, device=device)
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
     assert "replay_step" in text
+
+
+@pytest.mark.parametrize("read_dtype", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 4, 8])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_cuts_of_real_layers(layer, num_tokens, read_dtype):
+    """They fit whatever the batch; at 16 rows all programs run at once where heads share them."""
+    from pallas_kernels import configs
+    from pallas_kernels.problem import Mode, programs_per_row
+    from pallas_kernels.scratch import shared_bytes
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    spec = dataclasses.replace(LAYERS[layer], max_tokens=num_tokens, read_dtype=read_dtype)
+    shared = "mamba2", "gated_delta_net"
+    for batch, mode in itertools.product((1, 16, 256), (Mode(), Mode(fold=False))):
+        problem = problem_of(spec, batch, num_tokens)
+        cut = configs.choose(problem, mode)
+        taken = shared_bytes(problem, cut, mode)
+        assert taken <= configs.MOST_SHARED
+        assert spec.value_dim * spec.num_heads % cut.num_rows == 0
+        if batch == 16 and num_tokens != 4 and read_dtype is None and layer in shared:
+            at_once = 132 * (228 // (taken / 1024 + 1))
+            assert configs.FILLED <= 16 * programs_per_row(problem, cut) <= at_once
 
 
 @pytest.mark.parametrize(

@@ -519,9 +519,9 @@ def tables(results: dict[str, Any]) -> dict[str, tuple[list[str], list[Any]]]:
     return found
 
 
-def with_tables(page: str, results: dict[str, Any]) -> str:
-    """The page with the table below each `**title**` line replaced by that of the results."""
-    for title, table in tables(results).items():
+def with_tables(page: str, found: dict[str, tuple[list[str], list[Any]]]) -> str:
+    """The page with the table below each `**title**` line replaced by the one of that title."""
+    for title, table in found.items():
         kind = re.sub(r" after .*", "", title)
         pattern = rf"\*\*{re.escape(kind)}( after [^\n]*)?\*\*\n(\n(\|[^\n]*\n)+)?"
         new = f"**{title}**\n\n{markdown(table)}\n"
@@ -667,7 +667,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.docs is not None:
         plot(results, args.docs)
         page = args.docs / "precision.md"
-        page.write_text(with_tables(page.read_text(), results))
+        page.write_text(with_tables(page.read_text(), tables(results)))
     return 0
 
 

@@ -236,7 +236,7 @@ class Fold(Solve):
         if self.mode.interpret:
             records = records.T
         else:
-            records = transpose(records, ACC)
+            records = transpose(records)
         return self.operand_terms(records)
 
     def operand_terms(self, records: jax.Array) -> list[jax.Array]:

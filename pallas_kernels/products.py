@@ -127,21 +127,21 @@ def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Arr
     return _relabel(plgpu.mma(acc, lhs, rhs), ACC, SUMS, (16, rhs.shape[1]))
 
 
-def transpose(x: jax.Array, layout: Any) -> jax.Array:
-    """[8 n, 64] in `RECORDS` as [64, 8 n] in `ACC`, [16, 64] also in `LHS`.
+def transpose(x: jax.Array) -> jax.Array:
+    """[8 n, 64] in `RECORDS` as [64, 8 n] in `ACC`.
 
-    `ACC` is as well how Hopper's products take an operand from registers.
+    That is as well how Hopper's products take an operand from registers.
     """
     shape = 64, x.shape[0]
-    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=layout)
+    out = plgpu.ShapeDtypeStruct(shape, x.dtype, layout=ACC)
 
     @plgpu.inline_mgpu(arg_types=(RECORDS,), return_type=out)
     def pair(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
-        registers = np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
+        registers = np.empty(ACC.to_mgpu().registers_shape(shape), dtype=object)
         for i, two in enumerate(x.registers.reshape(-1, 2)):
             registers.flat[i] = mgpu.utils.vector_concat([*two])
         return fa.FragmentedArray(
-            _registers=registers, _layout=layout.to_mgpu(), _is_signed=x.is_signed
+            _registers=registers, _layout=ACC.to_mgpu(), _is_signed=x.is_signed
         )
 
     paired: jax.Array = pair(x)

@@ -66,21 +66,23 @@ def _choose(problem: Problem, mode: Mode) -> Config | None:
     def programs(config: Config) -> int:
         return problem.batch * programs_per_row(problem, config)
 
-    # Where all programs run at once, the most bytes in flight win (16 rows on an H200: Mamba-2
-    # 21.6 us against 24.1, with eight tokens 36.6 against 42.2; Gated DeltaNet with four 18.1
-    # against 19.0), but for programs of many rows and few tokens (30.7 against 30.2).
-    few = 1 < problem.num_tokens < 8
-    if problem.read_dtype is None:
-        for stages in (2, 1) if problem.num_tokens > 1 else (2,):
-            for config in configs(problem):
-                cut = dataclasses.replace(config, stages=min(stages, config.stages))
-                at_once = FILLED <= programs(cut) <= FILLED * fits(cut) // 2
-                if fits(cut) > 1 and at_once and not (few and cut.num_rows > _WIDE[4]):
-                    return cut
-
     # Programs that registers allow: more only beside a read copy, unless a solve is one branch.
     solves = problem.solves_again and mode.fold and mode.decides
     most = 3 if problem.read_dtype is None or solves else 4
+
+    # All programs at once are better than some in a second turn, and two tiles in flight better
+    # than one then (16 rows on an H200: Mamba-2 21.6 us against 24.1, with eight tokens 36.6
+    # against 42.2; Gated DeltaNet with four 18.1 against 19.0), but not 512 state rows in a program
+    # with a few tokens (30.7 against 30.2).
+    few = 1 < problem.num_tokens < 8
+    if problem.num_tokens and problem.read_dtype is None:
+        for stages in (2, 1) if problem.num_tokens > 1 else (2,):
+            for config in configs(problem):
+                cut = dataclasses.replace(config, stages=min(stages, config.stages))
+                places = FILLED * min(most, fits(cut)) // 2
+                at_once = fits(cut) > 1 and FILLED <= programs(cut) <= places
+                if at_once and not (few and cut.num_rows > _WIDE[4]):
+                    return cut
 
     def best(config: Config) -> tuple[int, Config]:
         """The programs that run at once on a multiprocessor, and stages that still let them.

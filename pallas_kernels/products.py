@@ -15,8 +15,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.layouts import as_argument, tiled
+from pallas_kernels.tf32 import READS
 
 # Of `plgpu.mma`, warp-level bf16 products that every GPU since Ampere has:
 # [64 m, 8 n] accumulator = [64 m, 16 k] times [16 k, 8 n].
@@ -70,7 +73,7 @@ def split(x: jax.Array, count: int, *, cut: bool = False, away: bool = False) ->
 
 
 def tile_terms(x: jax.Array, count: int) -> list[jax.Array]:
-    """`split` of a state tile in any format; values in bf16 or 8 bits are their only term."""
+    """`split` of a tile of a read copy; values in bf16 or 8 bits are their only term."""
     if x.dtype in (jnp.bfloat16, jnp.int8):
         return [x.astype(jnp.bfloat16)]
     return split(x.astype(jnp.float32), count, cut=True)
@@ -151,6 +154,33 @@ def transpose(x: jax.Array) -> jax.Array:
 def as_operand(sums: jax.Array) -> jax.Array:
     """[64 m, 16] in `ACC` as an operand in `LHS`: a lane has the same elements of both."""
     return _relabel(sums, ACC, LHS)
+
+
+def as_left(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """[64, 16] bf16 in `READS` as an operand in `LHS`, whose lanes hold neighbours along a row.
+
+    Warps turn eight rows of eight columns at a time.
+    """
+    if interpret:
+        return x
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LHS)
+
+    @plgpu.inline_mgpu(arg_types=(READS,), return_type=out)
+    def emit(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        kind = ir.VectorType.get((2,), ir.BF16Type.get())
+        given = LHS.to_mgpu()
+        registers = np.empty(given.registers_shape(x.shape), dtype=object)
+        for i, pair in enumerate(x.registers.reshape(-1, 2)):
+            both = mgpu.utils.bitcast(mgpu.utils.vector_concat([*pair]), i32)
+            turned = llvm.inline_asm(
+                i32, [both], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r"
+            )
+            registers.flat[i] = mgpu.utils.bitcast(turned, kind)
+        return fa.FragmentedArray(_registers=registers, _layout=given, _is_signed=None)
+
+    operand: jax.Array = emit(x)
+    return operand
 
 
 def _relabel(

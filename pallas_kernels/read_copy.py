@@ -40,11 +40,6 @@ class ReadCopy(NamedTuple):
     scale: Any
 
 
-def is_scaled(dtype: Any) -> bool:
-    """Whether a copy of this dtype has scales."""
-    return jnp.dtype(dtype).itemsize == 1
-
-
 def largest_magnitude(rows: jax.Array, *, interpret: bool) -> jax.Array:
     """Of each of the rows [n, N] float32; NaN where a row holds one."""
     if not interpret:

@@ -55,7 +55,7 @@ class Scratch(NamedTuple):
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
     solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
-    solve_key: Any = None  # unless bf16 ones do: keys decayed from the checkpoint, in float32
+    solve_key: Any = None  # channel decay: keys decayed from the checkpoint, in float32
     solve_decay: Any = None  # channel decay: of each record by itself
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
     inverse: Any = None  # bf16 terms of the matrix that takes v - S k of records to their updates
@@ -202,10 +202,9 @@ def _solve_arrays(p: Problem, c: Config) -> tuple[Group, Group]:
     # Rows of operands lie in different banks.
     inverse = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
     early = Group(inverse=inverse, system=sm((c.heads, window, window), F32))
-    if p.key_terms == 1:
+    if not p.channel:
         return early, Group()
-    if p.channel:
-        early["solve_decay"] = sm((window, p.key_dim), F32)
+    early["solve_decay"] = sm((window, p.key_dim), F32)
     solve_key = sm((window, p.key_dim + 4), F32)
     return Group(inverse=inverse, solve_key=solve_key), early
 

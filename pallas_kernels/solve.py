@@ -37,6 +37,7 @@ from pallas_kernels.products import (
     LHS,
     RHS,
     SUMS,
+    as_left,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -96,7 +97,7 @@ class Solve(Program):
             self.make_system()
         plgpu.commit_smem()  # all threads have read the window
         self.invert()
-        if p.key_terms > 1:
+        if p.channel:
             plgpu.commit_smem()  # they take the place of the system
             self.make_solve_keys()
 
@@ -142,18 +143,17 @@ class Solve(Program):
                 store(sm.solve_decay.at[j], self.exp(log, self.channels))
 
     def make_solve_keys(self) -> None:
-        """The keys as the checkpoint sees them, in float32; dead ones may be anything."""
+        """The keys as the checkpoint sees them, by channel; dead ones may be anything."""
         p, sm = self.p, self.sm
         since = zeros((p.key_dim,), self.channels)
         for first in blocks(p.padded_window):
             block = range(first, min(first + BLOCK, p.window))
             keys = {j: load(sm.key.at[j], self.channels).astype(F32) for j in block}
-            decays = {j: load(sm.gate.at[j], self.channels) for j in block if p.channel}
+            decays = {j: load(sm.gate.at[j], self.channels) for j in block}
             for j, key in keys.items():
-                if p.channel:
-                    since = since + decays[j]
-                    key = key * self.exp(since, self.channels)
-                store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], key)
+                since = since + decays[j]
+                decayed = key * self.exp(since, self.channels)
+                store(sm.solve_key.at[j, pl.ds(0, p.key_dim)], decayed)
 
     def multiply_system(self) -> None:
         """<k_j, k_i> of the records j < i, decayed from one to the other: exactly, of bf16 keys."""
@@ -289,7 +289,7 @@ class Solve(Program):
                 read = read * broadcast(since, read.shape, (1,), READS)
             gap = jnp.where(live(first, READS), value - read, 0.0)
             terms = split(gap, 3, cut=True)
-            gaps.append([tf32.as_left(term, LHS, interpret=interpret) for term in terms])
+            gaps.append([as_left(term, interpret=interpret) for term in terms])
             sums = [zeros((TILE, BLOCK), ACC)] * 3
             for other, terms in zip(blocks(first + BLOCK), gaps, strict=True):
                 factors = [sm.inverse.at[head, b, here, pl.ds(other, BLOCK)] for b in range(3)]
@@ -334,9 +334,13 @@ class Solve(Program):
     def read_keys(self, slot: Any, first: int) -> jax.Array:
         """Products of the state tile with 16 keys of the window, in `READS`."""
         p, sm = self.p, self.sm
-        keys, dtype = sm.solve_key, F32
-        if keys is None:
-            keys, dtype = sm.key if sm.fold_key is None else sm.fold_key.at[0], p.key_dtype
+        if p.channel:
+            terms = [sm.solve_key]
+        elif sm.fold_key is None:
+            terms = [sm.key]
+        else:  # whose sum is exact
+            terms = [sm.fold_key.at[b] for b in range(p.key_terms)]
+        dtype = F32 if p.key_terms > 1 else p.key_dtype
         found = tf32.TileProducts(p.key_dim, BLOCK, dtype, interpret=self.mode.interpret)
         width = tf32.width(p.key_dim)
         records = pl.ds(first, BLOCK)
@@ -344,6 +348,8 @@ class Solve(Program):
             if channel and channel % 64 == 0:
                 plgpu.commit_smem()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
-            columns = load(keys.at[records, here], found.columns)
+            *rest, columns = [load(term.at[records, here], found.columns) for term in terms]
+            for term in reversed(rest):
+                columns = columns.astype(F32) + term.astype(F32)
             found.add(load(sm.state.at[slot, :, here], found.rows), columns)
         return jnp.where(self.fresh, 0.0, found.total())

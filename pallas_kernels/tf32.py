@@ -210,33 +210,6 @@ def turn(x: jax.Array, *, interpret: bool) -> jax.Array:
     return turned
 
 
-def as_left(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """[64, 16] bf16 in `READS` in the layout of a left operand, whose lanes have rows' neighbours.
-
-    Warps turn eight rows of eight columns at a time.
-    """
-    if interpret:
-        return x
-    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(READS,), return_type=out)
-    def emit(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
-        kind = ir.VectorType.get((2,), ir.BF16Type.get())
-        given = layout.to_mgpu()
-        registers = np.empty(given.registers_shape(x.shape), dtype=object)
-        for i, pair in enumerate(x.registers.reshape(-1, 2)):
-            both = mgpu.utils.bitcast(mgpu.utils.vector_concat([*pair]), i32)
-            turned = llvm.inline_asm(
-                i32, [both], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r"
-            )
-            registers.flat[i] = mgpu.utils.bitcast(turned, kind)
-        return fa.FragmentedArray(_registers=registers, _layout=given, _is_signed=None)
-
-    operand: jax.Array = emit(x)
-    return operand
-
-
 def _cut(x: jax.Array) -> jax.Array:
     """What TF32 has of float32."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)

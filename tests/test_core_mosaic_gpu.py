@@ -73,6 +73,24 @@ class TestMosaicGpu(KernelSuite):
         )
         check_read_copies(make, self.implementation, ["float8_e4m3fn"])
 
+    @pytest.mark.parametrize("window", [16, 32])
+    def test_kimi_heads_with_a_read_copy(self, window):
+        make = functools.partial(
+            rs.ReplaySpec.kda, num_heads=2, key_dim=128, value_dim=128, window=window
+        )
+        check_read_copies(make, self.implementation, ["bfloat16", "int8"])
+
+    def test_float16_keys_with_a_read_copy(self):
+        make = functools.partial(
+            rs.ReplaySpec.gated_delta_net,
+            num_value_heads=4,
+            num_key_heads=2,
+            key_dim=128,
+            value_dim=128,
+            key_dtype="float16",
+        )
+        check_read_copies(make, self.implementation, ["bfloat16", "int8"])
+
 
 @pytest.fixture(scope="class")
 def wide_programs():

@@ -160,7 +160,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--marks", type=int, nargs="+", default=MARKS, help="tokens after which answers count"
     )
     parser.add_argument("--out", type=Path, help="write the results as JSON")
-    parser.add_argument("--plot", type=Path, help="only show results that were written before")
+    parser.add_argument("--show", type=Path, help="only show results that were written before")
     parser.add_argument("--docs", type=Path, help="also write the tables into its precision.md")
     args = parser.parse_args(argv)
     if min(args.marks) < COUNTED:
@@ -173,8 +173,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, console = parse(argv), Console()
-    if args.plot is not None:
-        results = json.loads(args.plot.read_text())
+    if args.show is not None:
+        results = json.loads(args.show.read_text())
     else:
         families = FAMILIES if args.family == "all" else (args.family,)
         options = {name: getattr(args, name) for name in ("steps", "length", "batch")}

@@ -78,7 +78,7 @@ def generate(
       top_p: scalar or [B], keep the likeliest tokens until their probability reaches p.
       min_p: scalar or [B], keep tokens with at least p times the probability of the likeliest.
       repetition_penalty: scalar or [B], makes tokens that the sequence already holds less likely.
-      stop_tokens: an int, [S] or [B, S] token ids that end a row; -1 stops nothing.
+      stop_tokens: an int, [S] or [B, S] ids of the vocabulary that end a row; -1 stops nothing.
       stop_sequences: token sequences that end a row once its last new tokens equal one of them;
         an empty one stops nothing.
       pad_token: fills `tokens` after a row's end.

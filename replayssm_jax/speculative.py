@@ -112,7 +112,7 @@ def speculative_generate(
       top_p: scalar or [B], as in `generate`.
       min_p: scalar or [B], as in `generate`.
       repetition_penalty: scalar or [B], as in `generate`.
-      stop_tokens: an int, [S] or [B, S] token ids that end a row.
+      stop_tokens: an int, [S] or [B, S] ids of the vocabulary that end a row.
       stop_sequences: token sequences that end a row, also in the middle of accepted drafts.
       pad_token: fills `tokens` after a row's end.
       bos_token: the token that a row with an empty prompt starts from.

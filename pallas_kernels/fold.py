@@ -83,7 +83,7 @@ class Fold(Solve):
             slot = lax.rem(i, stages)
             if self.c.num_tiles > stages:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile has left its slot
-                plgpu.commit_smem()  # all threads have read it
+                self.meet()  # all threads have read it
                 following = i - 1 + stages
 
                 @pl.when((i > 0) & (following < self.c.num_tiles))
@@ -161,7 +161,7 @@ class Fold(Solve):
 
         def state_part(channels: Any) -> jax.Array:
             if channels.start:
-                plgpu.commit_smem()  # not sooner, for the registers that it takes
+                self.meet()  # not sooner, for the registers that it takes
             return load(sm.state.at[slot, :, channels], layout)
 
         scale = None
@@ -186,7 +186,7 @@ class Fold(Solve):
         for first in blocks(p.padded_window):
             keys = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
             masked[first] = self.mask_dead(keys, first, layout)
-        plgpu.commit_smem()  # the terms may lie where the keys lay
+        self.meet()  # the terms may lie where the keys lay
         for first, keys in masked.items():
             here = pl.ds(first, BLOCK)
             if sm.fold_key is None:

@@ -19,6 +19,7 @@ window (all at most 1), so products of them neither overflow nor lose small gate
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,14 +54,15 @@ from pallas_kernels.problem import (
 )
 from pallas_kernels.products import (
     ACC,
-    LHS,
-    RHS,
     SUMS,
+    column_of,
     multiply,
     multiply_rows,
     operand_layouts,
+    plain_layouts,
     rows_layout,
     split,
+    sum_terms,
     term_pairs,
     tile_terms,
 )
@@ -104,15 +106,13 @@ class Rows(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What was loaded of the gates of a program's heads.
+    """What was loaded of the gates of the window's records, eight at a time.
 
     Attributes:
-      new: log-decays and betas of the new tokens, by where `Scratch.new_gate` has them.
-      betas: of the window's records, eight at a time; empty under the delta rule.
-      decays: log-decays of the window's records, eight at a time; empty with channel decay.
+      betas: empty under the delta rule.
+      decays: log-decays, empty with channel decay.
     """
 
-    new: dict[int, jax.Array]
     betas: dict[int, jax.Array]
     decays: dict[int, jax.Array]
 
@@ -186,76 +186,72 @@ class Step(Fold):
         return loads
 
     def start_window(self) -> None:
-        """Start the copies of the committed records, in chunks, live ones only."""
-        p, sm, b = self.p, self.sm, self.b
+        """Start the copies of the committed records."""
+        p, sm, b, ring = self.p, self.sm, self.b, self.ring
+        bar = sm.window_bar
+        copies = [(lambda slots: ring.key.at[b, slots, self.group], sm.key, bar)]
+        if p.channel:
+            copies.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
+        if not (p.solves_again or p.brings_records_late):
+            copies.append(self.copy_of_records(bar))
+        elif p.solves_again and self.due is False:
+            copies.append(self.copy_of_records(sm.record_bar))
+        self.start_chunks(*copies)
+        if p.solves_again and self.due is not False:  # a fold brings raw values itself
+            records = self.copy_of_records(sm.record_bar)
+            self.branch(lambda: None, lambda: self.start_chunks(records))
 
-        for chunk in range(p.num_chunks):
+    def copy_of_records(self, bar: Any) -> tuple[Callable[[Any], Any], Any, Any]:
+        """The copy of the records, for `start_chunks`."""
+        return lambda slots: self.rows_of(self.records, self.b, slots), self.sm.record, bar
 
-            @pl.when(self.length > chunk * p.chunk)
-            def _(chunk: int = chunk) -> None:
-                bar = sm.window_bar.at[chunk]
-                first = chunk * p.chunk
-                slots, here = pl.ds(self.slot(first), p.chunk), pl.ds(first, p.chunk)
-                plgpu.copy_gmem_to_smem(
-                    self.ring.key.at[b, slots, self.group], sm.key.at[here], bar
-                )
-                if p.solves_again:  # a fold brings raw values itself
-                    self.branch(lambda: None, lambda: self.start_records(chunk, sm.record_bar))
-                elif not p.brings_records_late:
-                    self.start_records(chunk, sm.window_bar)
-                if p.channel:
-                    plgpu.copy_gmem_to_smem(
-                        self.ring.log_decay.at[b, slots, self.head], sm.gate.at[here], bar
-                    )
+    def start_chunks(self, *copies: tuple[Callable[[Any], Any], Any, Any]) -> None:
+        """Start copies of the committed records' slots, in chunks, live ones only.
 
-    def start_records(self, chunk: int, bars: Any) -> None:
-        """Start the copy of a chunk of the records."""
-        first = chunk * self.p.chunk
-        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
-        records = self.rows_of(self.records, self.b, slots)
-        plgpu.copy_gmem_to_smem(records, self.sm.record.at[here], bars.at[chunk])
+        Each is (source of slots, array in shared memory, barrier); barriers count dead chunks, too.
+        """
+        for first in range(0, self.p.num_chunks * self.p.chunk, self.p.chunk):
+            slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
+
+            def start(slots: Any = slots, here: Any = here) -> None:
+                for source, place, bar in copies:
+                    plgpu.copy_gmem_to_smem(source(slots), place.at[here], bar)
+
+            def skip() -> None:
+                for *_, bar in copies:
+                    plgpu.barrier_arrive(bar)
+
+            lax.cond(self.length > first, start, skip)
 
     def start_late_records(self) -> None:
         """Start the copies of the committed records in the place of keys that were scored."""
         plgpu.commit_smem()  # all threads have scored
-        for chunk in range(self.p.num_chunks):
+        self.start_chunks(self.copy_of_records(self.sm.record_bar))
 
-            @pl.when(self.length > chunk * self.p.chunk)
-            def _(chunk: int = chunk) -> None:
-                self.start_records(chunk, self.sm.record_bar)
+    def wait_window(self) -> None:
+        """Wait for the records of the window, or for what there is of them but updates."""
+        plgpu.barrier_wait(self.sm.window_bar)
 
-    def wait_window(self, bars: Any = None) -> None:
-        """Wait for the records of the window."""
-        p, bars = self.p, self.sm.window_bar if bars is None else bars
-        for chunk in range(p.num_chunks):
-
-            @pl.when(self.length > chunk * p.chunk)
-            def _(chunk: int = chunk) -> None:
-                plgpu.barrier_wait(bars.at[chunk])
+    def load_new_gates(self) -> dict[int, jax.Array]:
+        """Start loading the gates of the new tokens, by where `Scratch.new_gate` has them."""
+        b, found = self.b, {}
+        for t in range(self.p.num_tokens):
+            *_, g, beta = self.inputs
+            found[self.new(1, t)] = self.load_gate(beta, b, t)
+            if not self.p.channel:
+                found[self.new(0, t)] = self.load_gate(g, b, t)
+        return found
 
     def load_gates(self) -> Gates:
-        """Start loading the gates of the window and of the new tokens; all of them come at once."""
-        p, b = self.p, self.b
-        new = {}
-        for t in range(p.num_tokens):
-            *_, g, beta = self.inputs
-            new[self.new(1, t)] = self.load_gate(beta, b, t)
-            if not p.channel:
-                new[self.new(0, t)] = self.load_gate(g, b, t)
-        betas = {} if p.delta else self.gates_of_window(self.ring.beta)
-        decays = {} if p.channel else self.gates_of_window(self.ring.log_decay)
-        return Gates(new, betas, decays)
+        """Start loading the gates of the window; all of them come at once."""
+        betas = {} if self.p.delta else self.gates_of_window(self.ring.beta)
+        decays = {} if self.p.channel else self.gates_of_window(self.ring.log_decay)
+        return Gates(betas, decays)
 
-    def store_gates(self, gates: Gates) -> None:
+    def store_decays(self, gates: Gates) -> None:
         """What others need of the gates, for `weigh_records` after a barrier."""
-        sm = self.sm
-        for at, value in gates.new.items():
-            self.store_heads(value, sm.new_gate, at)
         for first, log in gates.decays.items():
-            store(self.gate_rows(sm.decay, first), self.live_gates(first, log))
-        if self.weighs_late:
-            for first, beta in gates.betas.items():
-                store(self.gate_rows(sm.weight, first), beta)
+            store(self.gate_rows(self.sm.decay, first), self.live_gates(first, log))
 
     def weigh_records(self, betas: dict[int, jax.Array]) -> None:
         """Weights of the records, and decay of the checkpoint.
@@ -281,17 +277,14 @@ class Step(Fold):
 
     @property
     def weighs_late(self) -> bool:
-        """Whether gates wait in shared memory until a tile was read, whose products need none."""
+        """Whether gates are on their way until a tile was read, whose products need none."""
         return not self.p.channel and (self.p.num_tokens > 1 or self.p.packs_terms)
 
-    def weigh_late(self) -> None:
+    def weigh_late(self, gates: Gates) -> None:
         """All that is made of the gates, where `weighs_late`."""
-        betas = {}
-        if not self.p.delta:
-            chunks = range(0, self.p.window, 8)
-            betas = {n: load(self.gate_rows(self.sm.weight, n), self.gates) for n in chunks}
-            plgpu.commit_smem()  # threads that share them have read them
-        self.weigh_records(betas)
+        self.store_decays(gates)
+        self.meet()
+        self.weigh_records(gates.betas)
         if self.p.num_tokens > 1:
             self.decay_between()
 
@@ -351,7 +344,7 @@ class Step(Fold):
             decays = [load(sm.gate.at[j], self.channels) for j in block]
             keys = [load(sm.key.at[j], self.channels).astype(F32) for j in block]
             if is_replicated(self.p.key_dim):
-                plgpu.commit_smem()
+                self.meet()
             for j, key, log in reversed([*zip(block, keys, decays, strict=True)]):
                 store(sm.gate.at[j], key * self.exp(since, self.channels))
                 since = since + jnp.where(j < self.length, log, 0.0)
@@ -413,7 +406,8 @@ class Step(Fold):
         """For one token, what tiles of the state, or of its copy, are multiplied by."""
         p, sm = self.p, self.sm
         if p.packs_terms:
-            return [load(self.operand(0, here), self.tile_layouts[1]) for here in self.tile_parts]
+            count, layout = p.distinct_columns, self.tile_layouts[1]
+            return [load(self.operand(0, here, count), layout) for here in self.tile_parts]
         if p.num_tokens > 1:
             return []
         layout = state_rows(p.key_dim).reduce(0)
@@ -459,10 +453,11 @@ class Step(Fold):
             return found.total()
         layouts = lhs, rhs = operand_layouts(p.key_dim, p.read_bytes)
         sums = [zeros(shape, ACC)] * 3
-        state = tile_terms(load(ref, lhs), p.read_terms)
+        state = tile_terms(load(ref, lhs), p.read_terms, lhs, interpret=interpret)
         factors = [load(self.operand(b, pl.ds(0, p.key_dim)), rhs) for b in range(p.key_terms)]
         for a, b in term_pairs(p.key_terms, p.read_terms):
-            sums[a + b] = multiply(sums[a + b], state[a], factors[b], layouts, interpret=interpret)
+            for part in state[a]:
+                sums[a + b] = multiply(sums[a + b], part, factors[b], layouts, interpret=interpret)
         return sums[0] + (sums[1] + sums[2])
 
     @property
@@ -476,18 +471,27 @@ class Step(Fold):
     def tile_layouts(self) -> tuple[Any, Any]:
         """Of the operands, for one token. Lanes read the 16-bit ones as `plgpu.mma` wants them."""
         if self.p.read_bytes == 2:
-            return LHS, RHS
-        return operand_layouts(self.p.key_dim, 1)
+            return plain_layouts(self.p.distinct_columns)
+        return operand_layouts(self.p.key_dim, 1, self.p.distinct_columns)
 
     def multiply_tile_once(self, ref: Any, i: Any, factors: list[jax.Array]) -> None:
         """One product of a copy's tile with all terms of one token's columns beside each other."""
-        p, sm, interpret = self.p, self.sm, self.mode.interpret
+        p, sm, interpret, layouts = self.p, self.sm, self.mode.interpret, self.tile_layouts
         sums = [zeros((TILE, p.padded_columns), ACC)] * 2
         for n, (here, factor) in enumerate(zip(self.tile_parts, factors, strict=True)):
-            tile = load(ref.at[:, here], self.tile_layouts[0])
-            for term in tile_terms(tile, p.read_terms):
-                sums[n] = multiply(sums[n], term, factor, self.tile_layouts, interpret=interpret)
+            tile = load(ref.at[:, here], layouts[0])
+            terms = tile_terms(tile, p.read_terms, layouts[0], interpret=interpret)
+            for m, part in enumerate(itertools.chain(*terms), n):
+                sums[m % 2] = multiply(sums[m % 2], part, factor, layouts, interpret=interpret)
         total = sums[0] + sums[1]
+        if p.key_terms == 1:
+            for c in range(p.num_columns):
+                store(self.tile_rows(sm.read, c, i=i), column_of(total, c, interpret=interpret))
+            return
+        if p.num_columns == 2 and not interpret:
+            both = self.tile_rows(sm.read, slice(None), i=i).transpose((1, 0))
+            store(both, sum_terms(total))
+            return
         place = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=ACC)
         for c in range(p.num_columns):
             column = place == c
@@ -510,7 +514,7 @@ class Step(Fold):
             reads = [read * scale for read in reads]
         return reads
 
-    def read_state(self) -> list[jax.Array] | None:
+    def read_state(self, gates: Gates) -> list[jax.Array] | None:
         """Stream the tiles of the state, or of its copy, past the columns.
 
         While the last tile is on its way, for several tokens gates are weighed and keys scored; for
@@ -533,7 +537,7 @@ class Step(Fold):
                 @pl.when(i == last)
                 def _() -> None:
                     if self.weighs_late:
-                        self.weigh_late()
+                        self.weigh_late(gates)
                         self.wait_window()
                     self.score_keys(window=True)
                     if p.brings_records_late:
@@ -544,7 +548,7 @@ class Step(Fold):
             if read is not None:
                 reads = gather(reads, i, read)
             if self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last):
-                plgpu.commit_smem()  # all threads have read the tile
+                self.meet()  # all threads have read the tile
 
                 @pl.when(i + stages < self.c.num_tiles)
                 def _() -> None:
@@ -556,19 +560,19 @@ class Step(Fold):
             if last:
                 pl.loop(0, last, init_carry=())(read_one)
             if self.weighs_late:
-                self.weigh_late()
+                self.weigh_late(gates)
             if not p.channel:
                 self.wait_window()
             self.score_keys(window=True)
-            plgpu.commit_smem()
+            self.meet()
             if sm.record_bar is not None:
-                self.wait_window(sm.record_bar)
+                plgpu.barrier_wait(sm.record_bar)
             found = self.replay()
             read_one(last, ())
             return found
         reads = pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())(read_one)
         if reads:
-            plgpu.commit_smem()  # they may take the place of the tiles
+            self.meet()  # they may take the place of the tiles
             self.store_reads(reads, sm.read)
         return None
 
@@ -654,9 +658,9 @@ class Step(Fold):
             scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
             self.store_scores(scores, first, pl.ds(0, p.padded_columns))
 
-    def operand(self, term: int, channels: Any) -> Any:
-        """A bf16 term of the columns in shared memory, [channels, columns]."""
-        columns = pl.ds(0, self.p.padded_columns)
+    def operand(self, term: int, channels: Any, count: int | None = None) -> Any:
+        """A bf16 term of the columns, or of some, in shared memory, [channels, columns]."""
+        columns = pl.ds(0, self.p.padded_columns if count is None else count)
         return self.sm.operand.at[term, columns, channels].transpose((1, 0))
 
     def store_scores(self, scores: jax.Array, first: int, columns: Any) -> None:
@@ -872,18 +876,21 @@ class Step(Fold):
         if self.copy is None or self.mode.folds_all:
             self.start_state()
         tokens = self.load_tokens() if p.num_tokens else []
+        new_gates = self.load_new_gates()
         self.read_pointer()
         if self.copy is not None and not self.mode.folds_all:
             self.branch(self.start_state, self.start_copy)
         self.start_window()
         gates = self.load_gates()
         if not self.weighs_late:
-            self.store_gates(gates)
+            self.store_decays(gates)
             if not p.channel:
-                plgpu.commit_smem()
+                self.meet()
             self.weigh_records(gates.betas)
         for place, value in tokens:
             store(place, value)
+        for at, value in new_gates.items():
+            self.store_heads(value, sm.new_gate, at)
         if self.mode.append and p.num_tokens > 1:
             # Here once, with registers to spare for many addresses: to other programs that read
             # these slots they are dead.
@@ -896,16 +903,14 @@ class Step(Fold):
             self.decay_keys()
         if sm.column is not None or (sm.operand is not None and p.key_terms > 1):
             if not p.packs_terms:  # else threads read what they wrote themselves
-                plgpu.commit_smem()
+                self.meet()
             self.make_columns()
-        if self.weighs_late:
-            self.store_gates(gates)
-        plgpu.commit_smem()
+        self.meet()
 
         def with_fold() -> None:
             if self.weighs_late:
-                self.weigh_late()
-                plgpu.commit_smem()
+                self.weigh_late(gates)
+                self.meet()
             if not p.channel:
                 self.wait_window()
                 if p.solves_again:
@@ -914,7 +919,7 @@ class Step(Fold):
             after(True)
 
         def without_fold() -> None:
-            replayed = self.read_state()
+            replayed = self.read_state(gates)
             if not p.channel and p.num_tokens == 1 and replayed is None:
                 self.wait_window()
             after(False, replayed)
@@ -925,10 +930,10 @@ class Step(Fold):
             if folded or (p.num_tokens == 1 and replayed is None):
                 self.score_keys(window=not folded)
             if p.num_tokens > 1 and sm.record_bar is not None and not folded:
-                self.wait_window(sm.record_bar)
+                plgpu.barrier_wait(sm.record_bar)
             if sm.value_bar is not None:
                 plgpu.barrier_wait(sm.value_bar)
-            plgpu.commit_smem()
+            self.meet()
             self.finish(folded, replayed)
 
         self.branch(with_fold, without_fold)
@@ -961,7 +966,8 @@ class Step(Fold):
             pl.when(jnp.logical_not(active))(self.idle)
         else:
             self.work()
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.mode.fold:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def launch(

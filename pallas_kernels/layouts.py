@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 
 def tiled(tiles: Any, warp_dims: Any, lane_dims: Any, vector_dim: int = -1) -> Any:
@@ -101,6 +103,24 @@ def store(ref: Any, value: jax.Array, *, optimized: bool = False) -> None:
         plgpu.store(ref, value, optimized=optimized)
     else:  # jax 0.11 has this as the indexed assignment, and decides by itself
         ref[...] = value
+
+
+def meet(*, interpret: bool) -> None:
+    """Wait for all threads; then they see what each has stored to shared memory.
+
+    Bulk copies and warpgroup-level products see it after `plgpu.commit_smem` alone, whose fence
+    takes longer.
+    """
+    if interpret:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_: Any) -> None:
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], "bar.sync 1, 128;", "~{memory}", has_side_effects=True)
+
+    barrier()
 
 
 def decay(log: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:

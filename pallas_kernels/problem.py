@@ -100,6 +100,11 @@ class Problem:
         return self.num_tokens == 1 and self.read_dtype is not None
 
     @property
+    def distinct_columns(self) -> int:
+        """Columns of that product: those of one term are repeated, so that every lane has them."""
+        return self.num_columns if self.key_terms == 1 else self.padded_columns
+
+    @property
     def brings_records_late(self) -> bool:
         """Whether records come into the place of keys that were scored, or right into registers."""
         return self.num_tokens > 1 and self.channel and self.read_dtype is None

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.layouts import as_argument, tiled
 from pallas_kernels.tf32 import READS
@@ -31,8 +31,24 @@ _WIDE_LHS = {
     2: tiled(((64, 32), (16, 32), (8, 32), (8,)), (-7,), (-3, -2)),
     1: tiled(((64, 64), (16, 64), (8, 64), (16,)), (-7,), (-3, -2)),
 }
-_WIDE_RHS = tiled(((32, 8), (8, 1)), (fa.Replicated(4),), (-3, -4), vector_dim=-2)
-_WIDEST_RHS = tiled(((64, 8), (16, 1), (8, 1)), (fa.Replicated(4),), (-5, -6), vector_dim=-2)
+
+
+def _columns(tiles: Any, lane_dims: Any, vector_dim: int = -2) -> dict[int, Any]:
+    """Layouts of operands [k, 8 n], or [k, n] whose one or two columns are eight by repetition.
+
+    `tiles` and `lane_dims` are of the first, the first of these dimensions is the columns'.
+    """
+    found = {8: tiled(tiles, (fa.Replicated(4),), lane_dims, vector_dim)}
+    for n in (1, 2):
+        of_n = tuple((k, min(columns, n)) for k, columns in tiles)
+        lanes = (fa.Replicated(8 // n), *lane_dims[n == 1 :])
+        found[n] = tiled(of_n, (fa.Replicated(4),), lanes, vector_dim)
+    return found
+
+
+_RHS = _columns(((16, 8), (8, 8), (2, 1)), (-3, -4))
+_WIDE_RHS = _columns(((32, 8), (8, 1)), (-3, -4))
+_WIDEST_RHS = _columns(((64, 8), (16, 1), (8, 1)), (-5, -6))
 # [16 m, k] operand and [16 m, 8 n] sum that every warp has for itself.
 _ROWS = tiled(((16, 32), (8, 32), (8,), (4,)), (fa.Replicated(4),), (-4, -3))
 _NARROW_ROWS = tiled(((16, 16), (16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
@@ -72,23 +88,102 @@ def split(x: jax.Array, count: int, *, cut: bool = False, away: bool = False) ->
     return [*found, x.astype(jnp.bfloat16)]
 
 
-def tile_terms(x: jax.Array, count: int) -> list[jax.Array]:
-    """`split` of a tile of a read copy; values in bf16 or 8 bits are their only term."""
+def tile_terms(x: jax.Array, count: int, layout: Any, *, interpret: bool) -> list[list[jax.Array]]:
+    """`split` of a tile of a read copy, each term as parts that add up to it.
+
+    Values in bf16 or 8 bits are their only term. In a layout of `operand_layouts` they stay; where
+    lanes hold sixteen neighbours, each four of them come in the order 0, 2, 1, 3.
+    """
+    wide = layout == _WIDE_LHS[1] and not interpret
+    if x.dtype == jnp.int8 and wide:
+        return [_integer_parts(x)]
     if x.dtype in (jnp.bfloat16, jnp.int8):
-        return [x.astype(jnp.bfloat16)]
-    return split(x.astype(jnp.float32), count, cut=True)
+        return [[x.astype(jnp.bfloat16)]]
+    floats = x.astype(jnp.float32)
+    return [[term] for term in split(_reorder(floats) if wide else floats, count, cut=True)]
 
 
-def operand_layouts(contracted: int, itemsize: int = 2) -> tuple[Any, Any]:
+def _integer_parts(x: jax.Array) -> list[jax.Array]:
+    """int8 as two bf16 arrays that add up to it: 128 and its low bits, and minus 128 or 256.
+
+    Both come out of the bits by masks alone, every other element of four at a time, and tensor
+    cores add what they are multiplied by: sums in float32 lose two of their bits.
+    """
+    layout = _WIDE_LHS[1]
+    out = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=(out, out))
+    def parts(_: Any, x: fa.FragmentedArray) -> tuple[fa.FragmentedArray, ...]:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def constant(n: int) -> Any:
+            return mgpu.utils.c(n, i32)
+
+        # A mask and what is added to it are one instruction if one of them is in a register: so
+        # this is not a constant to the assembler, though no number of a multiprocessor changes it.
+        one = llvm.inline_asm(
+            i32,
+            [],
+            "{ .reg .b32 n; mov.u32 n, %smid; shr.u32 n, n, 31; or.b32 $0, n, 0x43004300; }",
+            "=r",
+        )
+        other = arith.xori(one, constant(-0x7FFF8000))
+        found = []
+        for mask, top in ((0x007F007F, one), (0x00800080, other)):
+            registers = np.empty(x.registers.shape, dtype=object)
+            for i, register in np.ndenumerate(x.registers):
+                words = mgpu.utils.bitcast(register, ir.VectorType.get((4,), i32))
+                pairs = []
+                for n in range(4):
+                    word = vector.extract(words, [], [n])
+                    for shift in (0, 8):
+                        bits = arith.shrui(word, constant(shift)) if shift else word
+                        bits = arith.ori(arith.andi(bits, constant(mask)), top)
+                        pairs.append(
+                            mgpu.utils.bitcast(bits, ir.VectorType.get((2,), ir.BF16Type.get()))
+                        )
+                registers[i] = mgpu.utils.vector_concat(pairs)
+            found.append(
+                fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+            )
+        return tuple(found)
+
+    return list(parts(x))
+
+
+def _reorder(x: jax.Array) -> jax.Array:
+    """Each four neighbours that a lane holds of an operand in the order 0, 2, 1, 3."""
+    layout = _WIDE_LHS[1]
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    def reorder(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        registers = np.empty(x.registers.shape, dtype=object)
+        order = [n + m for n in range(0, 16, 4) for m in (0, 2, 1, 3)]
+        for i, register in np.ndenumerate(x.registers):
+            registers[i] = vector.shuffle(register, register, order)
+        return fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    reordered: jax.Array = reorder(x)
+    return reordered
+
+
+def operand_layouts(contracted: int, itemsize: int = 2, columns: int = 8) -> tuple[Any, Any]:
     """Layouts of the operands [m, k], in memory of this itemsize, and [k, n] of `multiply`.
 
-    Wherever k allows it a lane holds 16 bytes and more that lie together.
+    Wherever k allows it a lane holds 16 bytes and more that lie together. One or two `columns` are
+    repeated to eight.
     """
     if contracted % 32:
-        return LHS, RHS
-    if itemsize == 1:
-        return (_WIDE_LHS[1], _WIDEST_RHS) if contracted % 64 == 0 else (_WIDE_LHS[2], _WIDE_RHS)
-    return _WIDE_LHS[2], _WIDE_RHS
+        return plain_layouts(columns)
+    if itemsize == 1 and contracted % 64 == 0:
+        return _WIDE_LHS[1], _WIDEST_RHS[columns]
+    return _WIDE_LHS[2], _WIDE_RHS[columns]
+
+
+def plain_layouts(columns: int = 8) -> tuple[Any, Any]:
+    """The same as `plgpu.mma` wants them."""
+    return LHS, _RHS[columns]
 
 
 def operand_width(contracted: int) -> int:
@@ -106,12 +201,76 @@ def rows_layout(contracted: int) -> Any:
 def multiply(
     acc: jax.Array, lhs: jax.Array, rhs: jax.Array, layouts: tuple[Any, Any], *, interpret: bool
 ) -> jax.Array:
-    """acc [m, n] + lhs [m, k] @ rhs [k, n], bf16 operands in layouts of `operand_layouts`."""
+    """acc [m, n] + lhs [m, k] @ rhs [k, n], bf16 operands in layouts of `operand_layouts`.
+
+    Fewer columns of `rhs` are repeated to n.
+    """
+    count, n = rhs.shape[1], acc.shape[1]
     if interpret:  # it has no warp-level products
+        if count < n:
+            rhs = jnp.tile(rhs, n // count)
         return acc + lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
-    if layouts != (LHS, RHS):
-        lhs, rhs = _relabel(lhs, layouts[0], LHS), _relabel(rhs, layouts[1], RHS)
+    if layouts[0] != LHS:
+        lhs = _relabel(lhs, layouts[0], LHS)
+    if layouts[1] != RHS:
+        rhs = _relabel(rhs, layouts[1], RHS, (rhs.shape[0], n))
     return plgpu.mma(acc, lhs, rhs)
+
+
+def column_of(sums: jax.Array, c: int, *, interpret: bool) -> jax.Array:
+    """Column c, [m], of sums [m, 8] with the same one or two columns all over, in `ACC`."""
+    if interpret:
+        return sums[:, c]
+    layout = ACC.reduce(1)
+    out = plgpu.ShapeDtypeStruct(sums.shape[:1], sums.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=out)
+    def pick(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        registers = np.empty(layout.to_mgpu().registers_shape(sums.shape[:1]), dtype=object)
+        registers.flat = [*_pick(x.registers, (c % 2,)).flat]
+        return fa.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    column: jax.Array = pick(sums)
+    return column
+
+
+def sum_terms(sums: jax.Array) -> jax.Array:
+    """[m, 2] sums over three terms from [m, 8] in `ACC`: both columns of each term, then any two.
+
+    A lane has both columns of a term, and of two rows. It gives away one of each pair that it has
+    and adds to the other, so that it ends with one sum.
+    """
+    layout = tiled(((64, 2), (16, 2), (8, 1)), (-6,), (-2, -4, -3))
+    out = plgpu.ShapeDtypeStruct((sums.shape[0], 2), sums.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=out)
+    def add(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        lane = mgpu.utils.thread_idx()
+
+        def holds(bits: int) -> Any:
+            found = arith.andi(lane, mgpu.utils.c(bits, i32))
+            return arith.cmpi(arith.CmpIPredicate.eq, found, mgpu.utils.c(bits, i32))
+
+        def halve(one: Any, other: Any, bit: int) -> Any:
+            given = arith.select(holds(bit), one, other)
+            kept = arith.select(holds(bit), other, one)
+            return arith.addf(kept, mgpu.utils.shfl_bfly(given, bit))
+
+        zero = mgpu.utils.c(0.0, f32)
+        pairs = []
+        for register in x.registers.flat:
+            both = [vector.extract(register, [], [n]) for n in range(2)]
+            pairs.append([arith.select(holds(3), zero, one) for one in both])
+        found = [halve(*pair, 1) for pair in pairs]
+        found = [halve(*found[n : n + 2], 2) for n in range(0, len(found), 2)]
+        given = layout.to_mgpu()
+        registers = np.empty(given.registers_shape((sums.shape[0], 2)), dtype=object)
+        registers.flat = [vector.from_elements(ir.VectorType.get((1,), f32), [n]) for n in found]
+        return fa.FragmentedArray(_registers=registers, _layout=given, _is_signed=None)
+
+    total: jax.Array = add(sums)
+    return total
 
 
 def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:
@@ -123,7 +282,7 @@ def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Arr
         return lhs.astype(jnp.float32) @ rhs.astype(jnp.float32)
     shape = 64, lhs.shape[1]
     if lhs.shape[1] % 32 == 0:
-        lhs, rhs = _relabel(lhs, _ROWS, LHS, shape), _relabel(rhs, _WIDE_RHS, RHS)
+        lhs, rhs = _relabel(lhs, _ROWS, LHS, shape), _relabel(rhs, _WIDE_RHS[8], RHS)
     else:
         lhs = _relabel(lhs, _NARROW_ROWS, LHS, shape)
     acc = plgpu.layout_cast(jnp.zeros((64, rhs.shape[1]), jnp.float32), ACC)
@@ -203,21 +362,19 @@ def _relabel(
     def relabel(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
         registers: Any = x.registers
         parts: Any
-        wide = layout in (_WIDE_LHS[1], _WIDEST_RHS)
+        wide = layout in (_WIDE_LHS[1], *_WIDEST_RHS.values())
         width = 64 if wide else 32
-        pairs = range(0, layout.to_mgpu().vector_length, 2)
-        if layout in (_WIDE_RHS, _WIDEST_RHS):  # by (k, n, of the lane's)
+        pairs = [(i, i + 1) for i in range(0, layout.to_mgpu().vector_length, 2)]
+        if layout in (*_WIDE_RHS.values(), *_WIDEST_RHS.values()):  # by (k, n, of the lane's)
+            if wide:  # in the order of `tile_terms`
+                pairs = [(i, i + 2) for n in (0, 4) for i in (n, n + 1)]
             parts = registers.reshape(shape[0] // width, shape[1] // 8, -1)
-            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
+            registers = np.stack([_pick(parts, pair) for pair in pairs], axis=-1)
             registers = registers.reshape(*parts.shape[:2], width // 16, 2).transpose(0, 2, 1, 3)
-        elif new == RHS:  # of four, by (k, half of the lane's)
-            parts = registers.reshape(shape[0] // 32, 1, 2)
-            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
-            registers = registers.transpose(0, 2, 1, 3)
         elif new == LHS and layout not in (_NARROW_ROWS, ACC):
             # By (m, k, half of the rows, part of the lane's).
             parts = registers.reshape(shape[0] // 64, shape[1] // width, 2, -1)
-            registers = np.stack([_cut(parts, i, i + 2) for i in pairs], axis=-1)
+            registers = np.stack([_pick(parts, pair) for pair in pairs], axis=-1)
             registers = registers.reshape(*parts.shape[:3], width // 16, 2)
             registers = registers.transpose(0, 1, 3, 4, 2)
         return fa.FragmentedArray(
@@ -229,8 +386,9 @@ def _relabel(
     return relabel(x)
 
 
-def _cut(registers: np.ndarray, start: int, stop: int) -> np.ndarray:
-    cut = np.empty(registers.shape, dtype=object)
+def _pick(registers: np.ndarray, elements: tuple[int, ...]) -> np.ndarray:
+    """These elements of every register."""
+    picked = np.empty(registers.shape, dtype=object)
     for index, register in np.ndenumerate(registers):
-        cut[index] = mgpu.utils.vector_slice(register, slice(start, stop))
-    return cut
+        picked[index] = vector.shuffle(register, register, elements)
+    return picked

@@ -23,8 +23,8 @@ SINCE, WEIGHT = range(2)
 class Scratch(NamedTuple):
     """Arrays in shared memory; see `places` for shapes, and for those that share a place."""
 
-    state_bar: Any
     window_bar: Any
+    state_bar: Any = None
     copy_bar: Any = None
     record_bar: Any = None  # apart where a fold brings no records
     value_bar: Any = None  # of new values that come late
@@ -73,6 +73,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     window, n, tokens = p.padded_window, p.key_dim, p.num_tokens
     several, channel, copied = tokens > 1, p.channel, p.read_dtype is not None
     late = p.brings_records_late
+    reads_copy = copied and tokens > 0 and not mode.folds_all
     alone: Group = Group()
     small: Group = Group()
     found: list[Any] = [alone]
@@ -141,7 +142,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     if copied:
         copy = swizzled(p.read_dtype, n)
         reads = Group()
-        if tokens and not mode.folds_all:
+        if reads_copy:
             reads["copy"] = sm((c.copies, TILE, n), p.read_dtype, transforms=copy)
         uses = [reads]
         if mode.fold:
@@ -156,7 +157,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
         if p.solves_again:
-            reads |= records[0] if tokens and not mode.folds_all else {}
+            reads |= records[0] if reads_copy else {}
             records = []
         found.append(_union([use for use in uses if use]))
         if p.read_bytes == 1:
@@ -183,16 +184,15 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     else:
         found.append(Packed.of(small))
     arrivals = 1 + channel + bool(records)
-    bars = Group(
-        state_bar=plgpu.Barrier(num_barriers=c.stages),
-        window_bar=plgpu.Barrier(num_arrivals=arrivals, num_barriers=p.num_chunks),
-    )
-    if copied:
+    bars = Group(window_bar=plgpu.Barrier(num_arrivals=arrivals * p.num_chunks))
+    if mode.fold or not copied:
+        bars["state_bar"] = plgpu.Barrier(num_barriers=c.stages)
+    if reads_copy:
         bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
     if late:
         bars["value_bar"] = plgpu.Barrier()
-    if not records:
-        bars["record_bar"] = plgpu.Barrier(num_barriers=p.num_chunks)
+    if late or (reads_copy and p.solves_again):
+        bars["record_bar"] = plgpu.Barrier(num_arrivals=p.num_chunks)
     return (*found, bars)
 
 

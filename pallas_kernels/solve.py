@@ -26,6 +26,7 @@ from pallas_kernels.layouts import (
     broadcast,
     decay,
     load,
+    meet,
     record_rows,
     spread,
     store,
@@ -74,6 +75,10 @@ class Solve(Program):
         self.mode, self.copy, self.sm = mode, copy, sm
         self.block = record_rows(problem.key_dim)
 
+    def meet(self) -> None:
+        """Wait for all threads, whose stores the others see then."""
+        meet(interpret=self.mode.interpret)
+
     def copy_tile(self, i: Any) -> Any:
         """Tile i of the read copy in device memory."""
         assert self.copy is not None
@@ -90,15 +95,15 @@ class Solve(Program):
             self.make_decays()
         else:
             self.make_gates()
-        plgpu.commit_smem()
+        self.meet()
         if p.key_terms == 1:
             self.multiply_system()
         else:
             self.make_system()
-        plgpu.commit_smem()  # all threads have read the window
+        self.meet()  # all threads have read the window
         self.invert()
         if p.channel:
-            plgpu.commit_smem()  # they take the place of the system
+            self.meet()  # they take the place of the system
             self.make_solve_keys()
 
     def make_gates(self) -> None:
@@ -168,7 +173,7 @@ class Solve(Program):
                 scores = multiply_rows(keys, factor, interpret=self.mode.interpret)
                 places = [sm.system.at[head, rows, columns] for head in range(self.c.heads)]
                 decayed = [load(place, SUMS) * scores for place in places]
-                plgpu.commit_smem()  # every warp has all of it
+                self.meet()  # every warp has all of it
                 for place, value in zip(places, decayed, strict=True):
                     store(place, value)
 
@@ -346,7 +351,7 @@ class Solve(Program):
         records = pl.ds(first, BLOCK)
         for channel in range(0, p.key_dim, width):
             if channel and channel % 64 == 0:
-                plgpu.commit_smem()  # not sooner, for the registers that the terms take
+                self.meet()  # not sooner, for the registers that the terms take
             here = pl.ds(channel, width)
             *rest, columns = [load(term.at[records, here], found.columns) for term in terms]
             for term in reversed(rest):

@@ -171,16 +171,22 @@ class Step(Fold):
         """
         p, sm, b = self.p, self.sm, self.b
         q, k, v, g, _ = self.inputs
-        loads = []
-        for t in range(p.num_tokens):
-            loads += [
-                (sm.q.at[t], load(q.at[b, t, self.group], self.channels)),
-                (sm.k.at[t], load(k.at[b, t, self.group], self.channels)),
-            ]
-            if not p.brings_records_late:
-                loads.append((sm.v.at[t], load(self.rows_of(v, b, t), self.layout)))
-            if p.channel:
-                loads.append((sm.g.at[t], load(g.at[b, t, self.head], self.channels)))
+        every = pl.ds(0, p.num_tokens)
+
+        def found(place: Any, source: Any, *shape: int) -> tuple[Any, jax.Array]:
+            layout = spread(*shape, vector=16 // jnp.dtype(source.dtype).itemsize)
+            return place.at[every], load(source, layout)
+
+        vectors = p.num_tokens, p.key_dim
+        loads = [
+            found(sm.q, q.at[b, every, self.group], *vectors),
+            found(sm.k, k.at[b, every, self.group], *vectors),
+        ]
+        if not p.brings_records_late:
+            rows = self.shape if self.c.heads > 1 else (p.num_tokens, *self.shape)
+            loads.append(found(sm.v, self.rows_of(v, b, every), *rows))
+        if p.channel:
+            loads.append(found(sm.g, g.at[b, every, self.head], *vectors))
         if self.copy is not None and sm.scale is not None:
             loads.append((sm.scale, load(self.rows_of(self.copy.scale, b), self.layout)))
         return loads

@@ -59,13 +59,14 @@ def spread(*shape: int, vector: int = 4) -> Any:
     rows, columns = shape if len(shape) == 2 else (1, *shape)
     powers = (1, 2, 4, 8, 16, 32)
     best = None
-    for v, lc, lr, wc, wr in itertools.product((1, 2, 4), powers, powers, (1, 2, 4), (1, 2, 4)):
+    widths = (1, 2, 4, 8)
+    for v, lc, lr, wc, wr in itertools.product(widths, powers, powers, (1, 2, 4), (1, 2, 4)):
         if v > vector or lc * lr > 32 or wc * wr > 4 or columns % (v * lc * wc) or rows % (lr * wr):
             continue
-        candidate = (lc * lr * wc * wr, lc, v, lr, wc, wr)
+        candidate = (lc * lr * wc * wr, v, lc, lr, wc, wr)
         best = max(best, candidate) if best else candidate
     assert best is not None
-    _, lc, v, lr, wc, wr = best
+    _, v, lc, lr, wc, wr = best
     warps: list[Any] = [d for d, n in ((-5, wr), (-4, wc)) if n > 1]
     lanes: list[Any] = [d for d, n in ((-3, lr), (-2, lc)) if n > 1]
     if wr * wc < 4:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, math, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 
 from pallas_kernels.layouts import broadcast
 
@@ -25,6 +25,8 @@ FORMATS = tuple(
     jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
 )
 
+# The bits of infinity.
+_INFINITE = {"bf16x2": 0x7F80, "f16x2": 0x7C00}
 _TINY, _HUGE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
@@ -103,24 +105,47 @@ def _within(rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _narrow(rows: jax.Array, dtype: Any, layout: Any) -> jax.Array:
-    """The same; only a thread that has values beyond the range looks at each of its own."""
+    """The same; only a thread with a value that became infinite looks at each of its own."""
     out = plgpu.ShapeDtypeStruct(rows.shape, dtype, layout=layout)
+    kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
     def narrow(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
-        f32 = ir.F32Type.get()
+        i32, to = ir.IntegerType.get_signless(32), mgpu.utils.dtype_to_ir_type(dtype)
+
+        def of(registers: list[ir.Value]) -> list[ir.Value]:
+            """In the format, as words of two."""
+            [length] = ir.VectorType(registers[0].type).shape
+            narrowed = [arith.truncf(ir.VectorType.get((length,), to), one) for one in registers]
+            words = [
+                mgpu.utils.bitcast(one, ir.VectorType.get((length // 2,), i32)) for one in narrowed
+            ]
+            return [vector.extract(one, [], [n]) for one in words for n in range(length // 2)]
+
+        def larger(x: ir.Value, y: ir.Value) -> ir.Value:
+            return llvm.inline_asm(i32, [x, y], f"max.xorsign.abs.{kind} $0, $1, $2;", "=r,r,r")
+
         values = [*x.registers.flat]
-        largest = functools.reduce(arith.maxnumf, map(math.absf, values))
-        largest = vector.reduction(f32, vector.CombiningKind.MAXNUMF, largest)
-        beyond = arith.cmpf(arith.CmpFPredicate.OGT, largest, mgpu.utils.c(_top(dtype), f32))
-        branch = scf.IfOp(beyond, [one.type for one in values], has_else=True)
+        words = of(values)
+        largest = functools.reduce(larger, words)
+        infinite = mgpu.utils.c(_INFINITE[kind], i32)
+        magnitude = arith.andi(largest, mgpu.utils.c(0x7FFF7FFF, i32))
+        low = arith.andi(magnitude, mgpu.utils.c(0xFFFF, i32))
+        high = arith.shrui(magnitude, mgpu.utils.c(16, i32))
+        reached = arith.cmpi(arith.CmpIPredicate.uge, arith.maxui(low, high), infinite)
+        branch = scf.IfOp(reached, [i32] * len(words), has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            scf.yield_([_clip(one, _top(dtype)) for one in values])
+            scf.yield_(of([_clip(one, _top(dtype)) for one in values]))
         with ir.InsertionPoint(branch.else_block):
-            scf.yield_(values)
-        registers = np.array(branch.results, dtype=object).reshape(x.registers.shape)
-        within = fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-        return within.astype(mgpu.utils.dtype_to_ir_type(dtype))
+            scf.yield_(words)
+        [length] = ir.VectorType(values[0].type).shape
+        registers = np.empty(x.registers.shape, dtype=object)
+        results = [*branch.results]
+        for n in range(registers.size):
+            some = results[n * length // 2 : (n + 1) * length // 2]
+            joined = vector.from_elements(ir.VectorType.get((length // 2,), i32), some)
+            registers.flat[n] = mgpu.utils.bitcast(joined, ir.VectorType.get((length,), to))
+        return fa.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     narrowed: jax.Array = narrow(rows)
     return narrowed

@@ -140,7 +140,7 @@ def check_read_copies(make, implementation, names):
         assert_close(found, right, 4 * unit, name=f"copy, {name}")
         if isinstance(state.read_copy, Scaled):
             scales = state.read_copy.scale[0], wanted.read_copy.scale[0]
-            assert_close(*scales, 1e-6, name=f"scale, {name}")
+            assert_close(*scales, 2e-6, name=f"scale, {name}")  # as the rows they are of
         full = rs.materialize(spec, state), rs.materialize(spec, wanted)
         assert_close(*full, 2e-6, name=f"state, {name}")
         checkpoints.append(state.checkpoint)

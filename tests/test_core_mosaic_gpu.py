@@ -71,7 +71,19 @@ class TestMosaicGpu(KernelSuite):
             value_dim=value_dim,
             key_dim=key_dim,
         )
-        check_read_copies(make, self.implementation, ["float8_e4m3fn"])
+        check_read_copies(make, self.implementation, ["float8_e4m3fn", "int8"])
+
+    @pytest.mark.parametrize("max_tokens", [1, 2])
+    def test_nemotron_heads_with_a_read_copy(self, max_tokens):
+        make = functools.partial(
+            rs.ReplaySpec.mamba2,
+            num_heads=16,
+            num_groups=2,
+            head_dim=64,
+            state_dim=128,
+            max_tokens=max_tokens,
+        )
+        check_read_copies(make, self.implementation, ["bfloat16", "int8"])
 
     @pytest.mark.parametrize("window", [16, 32])
     def test_kimi_heads_with_a_read_copy(self, window):

@@ -897,11 +897,6 @@ class Step(Fold):
             store(place, value)
         for at, value in new_gates.items():
             self.store_heads(value, sm.new_gate, at)
-        if self.mode.append and p.num_tokens > 1:
-            # Here once, with registers to spare for many addresses: to other programs that read
-            # these slots they are dead.
-            for t in range(p.num_tokens):
-                self.append_shared(t, self.due)
         if p.channel:
             self.wait_window()
             if p.solves_again:
@@ -912,6 +907,11 @@ class Step(Fold):
                 self.meet()
             self.make_columns()
         self.meet()
+        if self.mode.append and p.num_tokens > 1:
+            # Here once, with registers to spare for many addresses: to other programs that read
+            # these slots they are dead.
+            for t in range(p.num_tokens):
+                self.append_shared(t, self.due)
 
         def with_fold() -> None:
             if self.weighs_late:

@@ -171,20 +171,22 @@ class Step(Fold):
         """
         p, sm, b = self.p, self.sm, self.b
         q, k, v, g, _ = self.inputs
-        every = pl.ds(0, p.num_tokens)
+        one = p.num_tokens == 1
+        every: Any = 0 if one else pl.ds(0, p.num_tokens)
 
-        def found(place: Any, source: Any, *shape: int) -> tuple[Any, jax.Array]:
-            layout = spread(*shape, vector=16 // jnp.dtype(source.dtype).itemsize)
+        def found(place: Any, source: Any, layout: Any, *shape: int) -> tuple[Any, jax.Array]:
+            if not one:  # as wide as it goes; one token's threads may use what they load themselves
+                layout = spread(*shape, vector=16 // jnp.dtype(source.dtype).itemsize)
             return place.at[every], load(source, layout)
 
-        vectors = p.num_tokens, p.key_dim
+        vectors = self.channels, p.num_tokens, p.key_dim
         loads = [
             found(sm.q, q.at[b, every, self.group], *vectors),
             found(sm.k, k.at[b, every, self.group], *vectors),
         ]
         if not p.brings_records_late:
             rows = self.shape if self.c.heads > 1 else (p.num_tokens, *self.shape)
-            loads.append(found(sm.v, self.rows_of(v, b, every), *rows))
+            loads.append(found(sm.v, self.rows_of(v, b, every), self.layout, *rows))
         if p.channel:
             loads.append(found(sm.g, g.at[b, every, self.head], *vectors))
         if self.copy is not None and sm.scale is not None:
@@ -200,12 +202,13 @@ class Step(Fold):
             copies.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
         if not (p.solves_again or p.brings_records_late):
             copies.append(self.copy_of_records(bar))
-        elif p.solves_again and self.due is False:
-            copies.append(self.copy_of_records(sm.record_bar))
+        assert len(copies) == p.window_copies  # or the barrier would not complete
+        apart = [self.copy_of_records(sm.record_bar)] if p.solves_again else []
+        if self.due is False:
+            copies, apart = [*copies, *apart], []
         self.start_chunks(*copies)
-        if p.solves_again and self.due is not False:  # a fold brings raw values itself
-            records = self.copy_of_records(sm.record_bar)
-            self.branch(lambda: None, lambda: self.start_chunks(records))
+        if apart:  # a fold brings raw values itself
+            self.branch(lambda: None, lambda: self.start_chunks(*apart))
 
     def copy_of_records(self, bar: Any) -> tuple[Callable[[Any], Any], Any, Any]:
         """The copy of the records, for `start_chunks`."""
@@ -235,7 +238,7 @@ class Step(Fold):
         self.start_chunks(self.copy_of_records(self.sm.record_bar))
 
     def wait_window(self) -> None:
-        """Wait for the records of the window, or for what there is of them but updates."""
+        """Wait for what came of the window, all but records that come apart."""
         plgpu.barrier_wait(self.sm.window_bar)
 
     def load_new_gates(self) -> dict[int, jax.Array]:
@@ -523,8 +526,8 @@ class Step(Fold):
     def read_state(self, gates: Gates) -> list[jax.Array] | None:
         """Stream the tiles of the state, or of its copy, past the columns.
 
-        While the last tile is on its way, for several tokens gates are weighed and keys scored; for
-        one token and a copy keys are scored and records replayed. Returns what `replay` found then.
+        While the last tile is on its way gates are weighed and keys scored, and for one token and a
+        copy records replayed. Returns what `replay` found then.
         """
         p, sm = self.p, self.sm
         if self.copy is None:

@@ -118,7 +118,7 @@ def meet(*, interpret: bool) -> None:
 
     @plgpu.inline_mgpu()
     def barrier(_: Any) -> None:
-        void = ir.Type.parse("!llvm.void")
+        void = ir.Type.parse("!llvm.void")  # barrier 0 is of whole blocks, 1 of their warpgroup
         llvm.inline_asm(void, [], "bar.sync 1, 128;", "~{memory}", has_side_effects=True)
 
     barrier()

@@ -110,6 +110,12 @@ class Problem:
         return self.num_tokens > 1 and self.channel and self.read_dtype is None
 
     @property
+    def window_copies(self) -> int:
+        """Bulk copies of a chunk of the window that come together: all but records apart."""
+        apart = self.solves_again or self.brings_records_late
+        return 1 + self.channel + (not apart)
+
+    @property
     def has_float_operand(self) -> bool:
         """Whether the columns of tensor-core products are float32, to be taken apart later."""
         return self.num_tokens > 1 and self.read_dtype is None and self.key_terms > 1

@@ -97,6 +97,7 @@ def tile_terms(x: jax.Array, count: int, layout: Any, *, interpret: bool) -> lis
     wide = layout == _WIDE_LHS[1] and not interpret
     if x.dtype == jnp.int8 and wide:
         return [_integer_parts(x)]
+    assert not wide or x.dtype != jnp.bfloat16
     if x.dtype in (jnp.bfloat16, jnp.int8):
         return [[x.astype(jnp.bfloat16)]]
     floats = x.astype(jnp.float32)
@@ -107,7 +108,8 @@ def _integer_parts(x: jax.Array) -> list[jax.Array]:
     """int8 as two bf16 arrays that add up to it: 128 and its low bits, and minus 128 or 256.
 
     Both come out of the bits by masks alone, every other element of four at a time, and tensor
-    cores add what they are multiplied by: sums in float32 lose two of their bits.
+    cores add what they are multiplied by. The bound of the sums in float32 grows fourfold with it,
+    and columns near the end of their range, 1e36, may give NaN where the sum were finite.
     """
     layout = _WIDE_LHS[1]
     out = plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.bfloat16), layout=layout)
@@ -350,9 +352,10 @@ def _relabel(
     Of operands whose lanes hold more neighbours of the contracted dimension than `plgpu.mma` wants,
     that changes the order of this dimension: lane l of four holds positions 8 l to 8 l + 7 of 32.
     The first four of them are taken for those that mma has it hold in its first 16 positions (two
-    neighbours in each half), the others for those in the next 16; so with 16 l to 16 l + 15 of 64.
-    A sum may run in any order, the same for both operands. Sixteen rows that every warp has are
-    taken for the rows of each of them.
+    neighbours in each half), the others for those in the next 16; so with 16 l to 16 l + 15 of 64,
+    but for the order of each four, 0, 2, 1, 3 there. A sum may run in any order, the same for both
+    operands. Sixteen rows that every warp has are taken for the rows of each of them, and one or
+    two columns that lanes have repeatedly for eight.
     """
     shape = x.shape if shape is None else shape
     registers_shape = new.to_mgpu().registers_shape(shape)

@@ -183,15 +183,14 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         alone |= small
     else:
         found.append(Packed.of(small))
-    arrivals = 1 + channel + bool(records)
-    bars = Group(window_bar=plgpu.Barrier(num_arrivals=arrivals * p.num_chunks))
+    bars = Group(window_bar=plgpu.Barrier(num_arrivals=p.window_copies * p.num_chunks))
     if mode.fold or not copied:
         bars["state_bar"] = plgpu.Barrier(num_barriers=c.stages)
     if reads_copy:
         bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
     if late:
         bars["value_bar"] = plgpu.Barrier()
-    if late or (reads_copy and p.solves_again):
+    if (late and not mode.folds_all) or (reads_copy and p.solves_again):
         bars["record_bar"] = plgpu.Barrier(num_arrivals=p.num_chunks)
     return (*found, bars)
 

@@ -45,7 +45,8 @@ class TestMosaicGpu(KernelSuite):
 
     def test_a_row_of_a_read_copy_that_is_not_finite(self, family):
         make = functools.partial(self.make_spec, family)
-        check_nan_row(make, self.implementation, ["bfloat16", "float8_e4m3fn", "int8"])
+        names = ["bfloat16", "float16", "float8_e4m3fn", "int8"]
+        check_nan_row(make, self.implementation, names)
 
     @pytest.mark.parametrize("batch_size", [1, 16, 99])
     def test_identical_launches_with_a_read_copy(self, family, batch_size):
@@ -61,7 +62,7 @@ class TestMosaicGpu(KernelSuite):
         make = functools.partial(self.make_spec, family, window=window)
         check_read_copies(make, self.implementation, ["bfloat16"])
 
-    @pytest.mark.parametrize("value_dim, key_dim", [(80, 96), (96, 128), (128, 64)])
+    @pytest.mark.parametrize("value_dim, key_dim", [(80, 96), (96, 128), (128, 64), (64, 256)])
     def test_head_dims_with_a_read_copy(self, value_dim, key_dim):
         """Tiles of several heads under the delta rule, and bf16 keys."""
         make = functools.partial(
@@ -90,7 +91,7 @@ class TestMosaicGpu(KernelSuite):
         make = functools.partial(
             rs.ReplaySpec.kda, num_heads=2, key_dim=128, value_dim=128, window=window
         )
-        check_read_copies(make, self.implementation, ["bfloat16", "int8"])
+        check_read_copies(make, self.implementation, ["bfloat16", "int8", "float8_e4m3fn"])
 
     def test_float16_keys_with_a_read_copy(self):
         make = functools.partial(

@@ -1,5 +1,5 @@
 """Strict JAX settings for every test, eight virtual devices where JAX runs on the CPU, and what
-`--two-families` leaves out.
+`--two-families` and `--each-value` leave out.
 """
 
 import gc
@@ -28,6 +28,11 @@ def pytest_addoption(parser):
         "--two-families",
         action="store_true",
         help="outside the base suite, run what is tested for several families for mamba2 and kda",
+    )
+    parser.addoption(
+        "--each-value",
+        action="store_true",
+        help="run every value of every parameter of a test, but not every combination of them",
     )
 
 
@@ -60,9 +65,34 @@ def leave_out_families(config, items):
     items[:] = [x for x in items if x not in set(left_out)]
 
 
+def leave_out_combinations(config, items):
+    """Of the cases of a test, keep the fewest that have every value of every parameter.
+
+    One after the other, each time the first of those that add the most values.
+    """
+    cases, left_out = {}, set()
+    for item in items:
+        if hasattr(item, "callspec"):
+            cases.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for rest in cases.values():
+        # By identity, since values may be arrays.
+        values = {x: {(k, id(v)) for k, v in x.callspec.params.items()} for x in rest}
+        missing = set().union(*values.values())
+        while missing:
+            best = max(rest, key=lambda x: len(values[x] & missing))
+            missing -= values[best]
+            rest = [x for x in rest if x is not best]
+        left_out.update(rest)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [x for x in items if x not in left_out]
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     if config.getoption("two_families"):
         leave_out_families(config, items)
+    if config.getoption("each_value"):
+        leave_out_combinations(config, items)
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

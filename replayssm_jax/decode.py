@@ -74,7 +74,7 @@ def verify(
     Raises:
       TypeError: a wrong dtype.
       ValueError: a wrong shape, T above `max_tokens`, `lengths` on a scalar pointer, and (where the
-        values are known) lengths or parents out of range or gates that are positive or not finite.
+        values are known) lengths or parents out of range, or a `g` above 0 or not finite.
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)

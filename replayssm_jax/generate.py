@@ -72,7 +72,7 @@ def generate(
       max_new_tokens: an int, or int [B] for a limit of each row.
       lengths: [B], real tokens at the front of each row (padded on the right).
       valid: [B, T] bool, real tokens in any pattern (padded on the left), instead of `lengths`.
-      key: a PRNG key, or [B] keys; needed when a temperature is given.
+      key: a PRNG key, or [B] keys; needed for a temperature above 0.
       temperature: scalar or [B]; 0 is greedy, and without it every row is.
       top_k: scalar or [B], keep the k likeliest tokens.
       top_p: scalar or [B], keep the likeliest tokens until their probability reaches p.
@@ -85,8 +85,8 @@ def generate(
       bos_token: the token that a row with an empty prompt starts from.
       capacity: static number of new tokens that the loop has room for, `max_new_tokens` rounded
         up by default. Limits above it are cut to it.
-      cache_size: positions of the KV caches, by default enough for prompt and new tokens. Rows
-        end with `StopReason.LENGTH` when it is full.
+      cache_size: positions of the KV caches, by default enough for prompt and new tokens; that of
+        the `state`, where one is given. Rows end with `StopReason.LENGTH` when it is full.
       decode: "replay", or "recurrent" for conventional decoding of the same weights ("snapshot"
         also decodes so, and its state can go on in `speculative_generate`).
       state: from an earlier call with `return_state`; `prompt` then continues its rows and may be
@@ -290,3 +290,4 @@ class _Callable(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Callable
+__doc__ = inspect.getdoc(generate) or ""  # for help(rs.generate)

@@ -150,9 +150,12 @@ def start(
     """
     batch_size, width = prompt.tokens.shape
     keys = row_keys(key, batch_size)
-    if sampling.temperature is not None and keys is None:
-        raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
     sampling = sampling.checked(batch_size)
+    if sampling.temperature is not None and keys is None:
+        known = concrete(sampling.temperature)
+        if known is None or known.any():
+            raise ValueError("a temperature needs a key: pass key=jax.random.key(seed)")
+        sampling = dataclasses.replace(sampling, temperature=None)  # greedy, every row
     limits = as_int32("max_new_tokens", max_new_tokens)
     if limits.shape not in ((), (batch_size,)):
         raise ValueError(f"max_new_tokens must be an int or [{batch_size}], found {limits.shape}")
@@ -176,6 +179,18 @@ def start(
         _check_state(model, state, batch_size, unstack)
         if rounding_key is not None:
             raise ValueError("rounding_key goes with new states: the given one has its own or none")
+        held = state.cache
+        if cache_size is not None and held.size not in (None, cache_size):
+            raise ValueError(
+                f"cache_size goes with new states: the given one has {held.size} positions, "
+                f"found cache_size={cache_size}"
+            )
+        is_recurrent = held.pointer is not None or held.decode != "replay"
+        if is_recurrent and decode not in ("replay", held.decode):
+            raise ValueError(
+                f"decode goes with new states: the given one decodes by {held.decode!r}, "
+                f"found decode={decode!r}"
+            )
         if sampling.repetition_penalty is not None and state.seen is None:
             raise ValueError("a repetition penalty cannot start in the middle: state.seen is None")
         position = state.cache.progress.position

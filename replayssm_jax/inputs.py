@@ -39,6 +39,11 @@ def _check_raw(**arguments: tuple[Any, str]) -> None:
         check_arrays(**{name: array})
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} must be of a floating dtype, found {array.dtype.name}")
+        if array.dtype == jnp.float64 and not jax.config.jax_enable_x64:
+            raise TypeError(
+                f"{name} must be of a dtype that JAX keeps, found float64 without jax_enable_x64: "
+                f"pass {name}.astype(jnp.float32)"
+            )
         wanted = ", ".join(f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in axes)
         fits = len(array.shape) == len(axes) and all(
             size == sizes.setdefault(axis, size)
@@ -115,7 +120,7 @@ class TokenInputs:
 
         Raises:
           TypeError: what is no array of a floating dtype.
-          ValueError: another shape, or a lower limit above the upper one.
+          ValueError: another shape, a negative limit, or a lower limit above the upper one.
         """
         _check_raw(
             x=(x, "BTHP"),
@@ -125,8 +130,10 @@ class TokenInputs:
             A_log=(A_log, "H"),
             dt_bias=(dt_bias, "H"),
         )
-        if not dt_limits[0] <= dt_limits[1]:
-            raise ValueError(f"dt_limits must be (lower, upper), found {dt_limits}")
+        if not 0 <= dt_limits[0] <= dt_limits[1]:
+            raise ValueError(
+                f"dt_limits must be (lower, upper), neither of them negative, found {dt_limits}"
+            )
         dtype = _gate_dtype(x, dt, A_log)
         step = jnp.clip(jax.nn.softplus(_add_bias(dt, dt_bias, dtype)), *dt_limits)
         return cls(q=C, k=B, v=x, g=_rate(A_log, step, dtype) * step, beta=step)

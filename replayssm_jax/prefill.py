@@ -64,7 +64,7 @@ def prefill(
     Raises:
       TypeError: a wrong dtype, a chunk_size that is no int.
       ValueError: a wrong shape, both `lengths` and `valid`, `lengths` on a scalar pointer, and
-        (where the values are known) lengths out of range or gates positive or not finite.
+        (where the values are known) lengths out of range, or a `g` above 0 or not finite.
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size)

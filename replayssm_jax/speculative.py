@@ -106,7 +106,7 @@ def speculative_generate(
       max_new_tokens: an int, or int [B] for a limit of each row.
       lengths: [B], real tokens at the front of each row.
       valid: [B, T] bool, real tokens in any pattern.
-      key: a PRNG key, or [B] keys; needed when a temperature is given.
+      key: a PRNG key, or [B] keys; needed for a temperature above 0.
       temperature: scalar or [B]; 0 is greedy, and without it every row is.
       top_k: scalar or [B], as in `generate`.
       top_p: scalar or [B], as in `generate`.

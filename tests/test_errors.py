@@ -383,6 +383,8 @@ def test_shapes_and_dtypes_of_raw_activations(family):
     for name, array in arguments.items():
         with pytest.raises(TypeError, match=f"^{name} must be of a floating dtype, found int32$"):
             constructor(**arguments | {name: array.astype(np.int32)})
+        with pytest.raises(TypeError, match=f"^{name} .* found float64 without jax_enable_x64"):
+            constructor(**arguments | {name: array.astype(np.float64)})
         for wrong in (array[..., None], array[..., 0]):
             found = ", ".join(map(str, wrong.shape))
             with pytest.raises(
@@ -400,9 +402,9 @@ def test_shapes_and_dtypes_of_raw_activations(family):
             constructor(**arguments | {name: np.zeros(shape, np.float32)})
 
 
-@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.0, np.nan)])
+@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.0, np.nan), (-2.0, -1.0)])
 def test_the_limits_of_mamba2(limits):
-    with pytest.raises(ValueError, match=r"dt_limits must be \(lower, upper\), found \("):
+    with pytest.raises(ValueError, match=r"dt_limits must be \(lower, upper\), .*, found \("):
         rs.TokenInputs.mamba2(**raw("mamba2"), dt_limits=limits)
 
 

@@ -55,7 +55,8 @@ LAYERS = {
 )
 def test_values_in_the_interpreter(family, cut):
     """Steps, drafts of uneven lengths, rollback, flush, reset rows, vmap; NaN in dead slots."""
-    spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family])
+    few = dict(num_heads=2, num_groups=1) if cut == "small" else {}  # many programs take long
+    spec = make_spec(family, window=5, max_tokens=2, **SHAPES[family] | few)
     inputs = random_inputs(spec, 2, 12)
     on_kernels = {"implementation": "mosaic_gpu"}
     step = jax.jit(functools.partial(rs.step, spec, **on_kernels))

@@ -138,8 +138,8 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
     from outside, as in `replayssm_jax.insert`.
 
     Raises:
-      ValueError: leaves whose shapes differ in more than the batch, a scalar pointer, or caches
-        with other fields, such as rounding keys in one of them alone.
+      ValueError: leaves whose dtypes differ, or their shapes in more than the batch, a scalar
+        pointer in `cache`, or caches with other fields, such as rounding keys in one of them alone.
     """
     pointers = [p for p in jax.tree.leaves(cache, is_leaf=is_pointer) if is_pointer(p)]
     if pointers:
@@ -157,9 +157,14 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
                 f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be ragged, "
                 "of the same model and of the same size"
             )
+        if x.dtype != new.dtype:
+            raise ValueError(
+                f"cannot insert rows of {new.dtype.name} into {x.dtype.name}: make both caches "
+                "with the same dtype"
+            )
         # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
         at = jnp.where((slots >= 0) & (slots < x.shape[0]), slots, x.shape[0])
-        return x.at[at].set(new.astype(x.dtype), mode="drop")
+        return x.at[at].set(new, mode="drop")
 
     slots = jnp.asarray(slots).astype(jnp.int32)
     return jax.tree.map(put, cache, other)

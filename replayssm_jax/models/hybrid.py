@@ -37,7 +37,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.spec import check_arrays, float_dtype
+from replayssm_jax.spec import check_arrays, check_int, float_dtype
 from replayssm_jax.state import Pointer, check_rows, check_slots
 
 
@@ -165,8 +165,9 @@ class HybridLM(nnx.Module):
 
         Args:
           batch_size: B.
-          size: positions that the KV caches can hold; attention does not see tokens past them.
-          dtype: of KV caches and convolution histories, the model's by default.
+          size: positions that the KV caches can hold, at least 1; attention does not see tokens
+            past them.
+          dtype: of KV caches and convolution histories, of 16 bits or more; the model's by default.
           decode: "replay", or for conventional decoding of the same weights "recurrent", or
             "snapshot" where drafts must be rolled back.
           ragged: whether each row has its own replay pointer; with False all rows move together,
@@ -176,12 +177,15 @@ class HybridLM(nnx.Module):
             and head with keys of its own.
 
         Raises:
-          TypeError, ValueError: a rounding_key that is not one key, or for states that are not
-            rounded.
+          TypeError, ValueError: no positive integers, no floating dtype or one of 8 bits, a
+            rounding_key that is not one key, or for states that are not rounded.
         """
         check_decode(decode)
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, found {batch_size}")
+        batch_size, size = check_int("batch_size", batch_size), check_int("size", size)
+        if dtype is not None:
+            dtype = float_dtype("dtype", dtype)
+            if dtype.itemsize < 2:
+                raise ValueError(f"dtype must have 16 bits or more, found {dtype.name}")
         layers: list[Any] = []
         pointer = None
         for blocks, count, _ in self.segments():
@@ -384,8 +388,8 @@ class HybridLM(nnx.Module):
     def insert(self, cache: HybridCache, slots: jax.Array, other: HybridCache) -> HybridCache:
         """Copy the rows of `other` into `slots`, int [B'], of `cache`, whatever these held.
 
-        Slot -1 touches no row, nor does a slot out of range whose value is traced. Both caches must
-        be ragged and of one size.
+        Slot -1 touches no row, nor does a slot out of range whose value is traced. `cache` must be
+        ragged, both of one size and dtype.
 
         Raises:
           TypeError, ValueError: no integers, not a slot for each row of `other`, caches that differ

@@ -284,6 +284,13 @@ def test_prompts_of_length_zero(model):
         generate(model, np.zeros((2, 0), np.int32), max_new_tokens=2)
 
 
+def test_a_temperature_of_zero_needs_no_key(model):
+    out = generate(model, PROMPTS, max_new_tokens=N, temperature=[0.0] * B, top_k=2)
+    np.testing.assert_array_equal(out.tokens, greedy().tokens)
+    with pytest.raises(ValueError, match="needs a key"):
+        generate(model, PROMPTS, max_new_tokens=N, temperature=[0.0, 1.0, 0.0])
+
+
 def test_an_empty_batch_gives_empty_arrays(model):
     for prompt in ([], np.zeros((0, 5), np.int32)):
         out = generate(model, prompt, max_new_tokens=4)
@@ -403,6 +410,9 @@ def test_impossible_arguments_raise(model):
     with pytest.raises(ValueError, match="repetition penalty cannot start in the middle"):
         state = GenerateState(model.init_cache(B, 16), jnp.zeros((B, V)))
         generate(model, PROMPTS, max_new_tokens=1, state=state, repetition_penalty=2.0)
+    for name, value in ("cache_size", 32), ("decode", "recurrent"):
+        with pytest.raises(ValueError, match=f"{name} goes with new states.*found {name}="):
+            generate(model, PROMPTS, max_new_tokens=1, state=state, **{name: value})
     with pytest.raises(ValueError, match="the state has 3 rows, the prompt 2"):
         generate(model, [[], [1]], max_new_tokens=1, state=state)
     with pytest.raises(TypeError, match="state must be a GenerateState, found int"):

@@ -490,6 +490,18 @@ def test_impossible_arguments_raise():
     tokens = random_tokens(B, 5)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         model.init_cache(0, SIZE, decode="recurrent")
+    for args, error, message in [
+        ((B, 0), ValueError, "size must be at least 1, found 0"),
+        ((B, 64.0), TypeError, "size must be an int, found 64.0"),
+        ((B, SIZE, jnp.int32), TypeError, "dtype must be a floating dtype, found int32"),
+        ((B, SIZE, "bf16"), TypeError, "dtype must be a floating dtype, found 'bf16'"),
+        ((B, SIZE, jnp.float8_e5m2), ValueError, "16 bits or more, found float8_e5m2"),
+    ]:
+        with pytest.raises(error, match=message):
+            model.init_cache(*args)
+    with pytest.raises(ValueError, match="cannot insert rows of bfloat16 into float32"):
+        other = model.init_cache(1, SIZE, jnp.bfloat16)
+        model.insert(model.init_cache(B, SIZE), [0], other)
     with pytest.raises(ValueError, match="tokens have 3 rows, the cache 2"):
         model.step(tokens[:, 0], model.init_cache(2, SIZE))
     with pytest.raises(ValueError, match="the tokens need 5 positions, the cache holds 4"):

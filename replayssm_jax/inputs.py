@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.spec import ReplaySpec, check_arrays
+from replayssm_jax.spec import ReplaySpec, check_arrays, check_dt_limits
 
 _GATE_FIX = "compute gates in {want} and pass them so, e.g. {name}.astype(jnp.{want})"
 _WIDE_FIX = (
@@ -116,11 +116,11 @@ class TokenInputs:
           C: [B, T, G, N], the queries.
           A_log: [H].
           dt_bias: [H] or None.
-          dt_limits: lower and upper limit of dt after the softplus.
+          dt_limits: lower and upper limit of dt after the softplus, 0 <= lower <= upper.
 
         Raises:
-          TypeError: what is no array of a floating dtype.
-          ValueError: another shape, a negative limit, or a lower limit above the upper one.
+          TypeError: what is no array of a floating dtype, or a limit that is no number.
+          ValueError: another shape, or other limits than these.
         """
         _check_raw(
             x=(x, "BTHP"),
@@ -130,10 +130,7 @@ class TokenInputs:
             A_log=(A_log, "H"),
             dt_bias=(dt_bias, "H"),
         )
-        if not 0 <= dt_limits[0] <= dt_limits[1]:
-            raise ValueError(
-                f"dt_limits must be (lower, upper), neither of them negative, found {dt_limits}"
-            )
+        dt_limits = check_dt_limits(dt_limits)
         dtype = _gate_dtype(x, dt, A_log)
         step = jnp.clip(jax.nn.softplus(_add_bias(dt, dt_bias, dtype)), *dt_limits)
         return cls(q=C, k=B, v=x, g=_rate(A_log, step, dtype) * step, beta=step)

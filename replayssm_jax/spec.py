@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -47,6 +48,40 @@ def check_number(name: str, value: Any) -> float:
         found = type(value).__name__ if isinstance(value, jax.core.Tracer) else repr(value)
         raise TypeError(f"{name} must be a number, found {found}")
     return float(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """`value` as a bool; raise TypeError where it is none, Python's or NumPy's."""
+    if not isinstance(value, bool | np.bool):
+        raise TypeError(f"{name} must be a bool, found {value!r}")
+    return bool(value)
+
+
+def check_choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`; None comes first where it is."""
+    if not (value is None or isinstance(value, str)) or value not in allowed:
+        names = tuple(x for x in allowed if x is not None)
+        none = "None or " if None in allowed else ""
+        raise ValueError(f"{name} must be {none}one of {names}, found {value!r}")
+
+
+def check_dt_limits(limits: Any) -> tuple[float, float]:
+    """Limits of the step size of Mamba-2 as floats.
+
+    Raises:
+      TypeError: limits that are no numbers.
+      ValueError: anything but two of them, 0 <= lower <= upper; the upper may be infinite.
+    """
+    wanted = "(lower, upper), 0 <= lower <= upper with a finite lower one"
+    wrong = f"dt_limits must be {wanted}, found {limits!r}"
+    try:
+        lower, upper = limits
+    except (TypeError, ValueError):  # no sequence, another length
+        raise ValueError(wrong) from None
+    lower, upper = check_number("dt_limits[0]", lower), check_number("dt_limits[1]", upper)
+    if not 0 <= lower <= upper or math.isinf(lower):
+        raise ValueError(wrong)
+    return lower, upper
 
 
 def check_arrays(**arrays: Any) -> None:
@@ -153,8 +188,7 @@ class ReplaySpec:
             "precision": ("highest", "high", "default"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, found {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), allowed)
         for name in ("key_dtype", "value_dtype"):
             object.__setattr__(self, name, float_dtype(name, getattr(self, name)))
         state_dtype = state_dtype_of("state_dtype", self.state_dtype, (jnp.float32, jnp.float64))

@@ -16,6 +16,7 @@ from replayssm_jax.spec import (
     SLOT_CHUNK,
     ReplaySpec,
     check_arrays,
+    check_bool,
     check_int,
     check_spec,
     round_up,
@@ -146,8 +147,7 @@ def init_state(
     """
     batch_size = check_int("batch_size", batch_size)
     check_spec(spec)
-    if not isinstance(ragged, bool | np.bool):
-        raise TypeError(f"ragged must be a bool, found {ragged!r}")
+    check_bool("ragged", ragged)
     if (initial is None) != (layout is None):
         raise ValueError(
             'give layout="vk" ([B, H, P, N]) or layout="kv" ([B, H, N, P]) together with initial, '
@@ -353,7 +353,8 @@ def known_mask(lengths: Any, valid: Any, num_tokens: int) -> Any | None:
 def check_type(name: str, value: Any, kind: type) -> None:
     """Raise TypeError unless `value` is a `kind`."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, found {type(value).__name__}")
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, found {type(value).__name__}")
 
 
 def check_protocol(name: str, value: Any, kind: str, wanted: tuple[str, ...]) -> None:

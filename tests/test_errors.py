@@ -402,7 +402,7 @@ def test_shapes_and_dtypes_of_raw_activations(family):
             constructor(**arguments | {name: np.zeros(shape, np.float32)})
 
 
-@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.0, np.nan), (-2.0, -1.0)])
+@pytest.mark.parametrize("limits", [(1.0, 0.1), (0.0, np.nan), (-2.0, -1.0), (0.0,)])
 def test_the_limits_of_mamba2(limits):
     with pytest.raises(ValueError, match=r"dt_limits must be \(lower, upper\), .*, found \("):
         rs.TokenInputs.mamba2(**raw("mamba2"), dt_limits=limits)

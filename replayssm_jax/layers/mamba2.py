@@ -23,7 +23,7 @@ from replayssm_jax.layers.activations import (
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec, float_dtype
+from replayssm_jax.spec import ReplaySpec, check_dt_limits, float_dtype
 
 
 class _Rest(NamedTuple):
@@ -43,8 +43,9 @@ class Mamba2(ReplayMixer):
       conv_kernel: taps of the short convolution.
       conv_bias, proj_bias: whether the convolution and the projections have biases.
       use_dt_bias, use_D: whether these parameters exist.
-      dt_limits: limits of dt after the softplus, which has no threshold: above 20, where other
-        implementations return its argument, both are equal in float32.
+      dt_limits: limits of dt after the softplus, 0 <= lower <= upper. The softplus has no
+        threshold: above 20, where other implementations return its argument, both are equal in
+        float32.
       gated_norm: whether a gated RMS norm follows; without it the output is only gated by silu(z).
       norm_before_gate: the norm before the gate instead of after it.
       norm_groups: groups of the norm, `num_groups` by default.
@@ -89,7 +90,7 @@ class Mamba2(ReplayMixer):
         rngs: nnx.Rngs,
     ):
         self.dtype = float_dtype("dtype", dtype)
-        self.dt_limits = (float(dt_limits[0]), float(dt_limits[1]))
+        self.dt_limits = check_dt_limits(dt_limits)
         self.spec = ReplaySpec.mamba2(
             num_heads=num_heads,
             head_dim=head_dim,

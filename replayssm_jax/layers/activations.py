@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+Activation = Literal["silu", "sigmoid", "gelu", "relu2"]
+
+ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "sigmoid": jax.nn.sigmoid,
     "gelu": jax.nn.gelu,

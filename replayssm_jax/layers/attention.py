@@ -15,6 +15,7 @@ from replayssm_jax.layers.apart import apart
 from replayssm_jax.layers.cache import KVCache
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
+from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.rotary import rotate
 from replayssm_jax.layers.sharding import run_sharded
@@ -38,11 +39,12 @@ class Attention(CachedLayer):
       num_heads: query heads.
       num_kv_heads: key and value heads, `num_heads` by default.
       head_dim: D, d_model / num_heads by default.
-      rope_fraction: part of each head that is rotated: 1 for all, 0 for no position embedding.
-      rope_base: base of the rotation's frequencies.
+      rope_fraction: part of each head that is rotated, in [0, 1]: 1 for all, 0 for no position
+        embedding.
+      rope_base: base of the rotation's frequencies, above 0.
       qk_norm: an RMS norm over each query and key head.
       output_gate: the heads' outputs are multiplied by a sigmoid gate of the layer's input.
-      sliding_window: None, or how many positions back a token sees, itself included.
+      sliding_window: None, or how many positions back a token sees, itself included: at least 1.
       scale: of the logits, D^-1/2 by default.
       proj_bias: whether q, k and v have biases; out_bias: whether the output has.
       norm_epsilon: of the q/k norm.
@@ -75,6 +77,10 @@ class Attention(CachedLayer):
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        num_heads = check_option("num_heads", num_heads, int)
+        num_kv_heads = check_option("num_kv_heads", num_kv_heads, int)
+        head_dim = check_option("head_dim", head_dim, int | None)
+        rope_fraction = check_option("rope_fraction", rope_fraction, float)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, found num_kv_heads={num_kv_heads} "
@@ -91,9 +97,9 @@ class Attention(CachedLayer):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rope_dim = 2 * (int(head_dim * rope_fraction) // 2)
-        self.rope_base = rope_base
+        self.rope_base = check_option("rope_base", rope_base, float)
         self.output_gate = output_gate
-        self.sliding_window = sliding_window
+        self.sliding_window = check_option("sliding_window", sliding_window, int | None)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.implementation = implementation
         self.dtype = float_dtype("dtype", dtype)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
+from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.spec import check_arrays
 
@@ -45,7 +46,7 @@ class HybridBlock(nnx.Module):
             return RMSNorm(d_model, epsilon=norm_epsilon, param_dtype=param_dtype, rngs=rngs)
 
         self.residual_scale = residual_scale
-        self.post_norm = norm == "post"
+        self.post_norm = check_option("norm", norm, Literal["pre", "post"]) == "post"
         self.mixers = nnx.List(list(mixers))
         self.mlp = nnx.data(mlp)
         self.mixer_norm = nnx.data(rms_norm() if mixers else None)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.layers.activations import ACTIVATIONS
+from replayssm_jax.layers.activations import ACTIVATIONS, Activation
 from replayssm_jax.layers.cached import CachedLayer, Mode
+from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.spec import float_dtype
 
@@ -52,7 +53,7 @@ class CausalConv(CachedLayer):
         kernel_size: int = 4,
         *,
         use_bias: bool = True,
-        activation: str | None = "silu",
+        activation: Activation | None = "silu",
         max_tokens: int = 1,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
@@ -68,7 +69,7 @@ class CausalConv(CachedLayer):
         self.channels = channels
         self.kernel_size = kernel_size
         self.max_tokens = max_tokens
-        self.activation = activation
+        self.activation = check_option("activation", activation, Activation | None)
         self.dtype = float_dtype("dtype", dtype)
         self.kernel = nnx.Param(kernel_init(rngs.params(), (kernel_size, channels), param_dtype))
         bias = bias_init(rngs.params(), (channels,), param_dtype) if use_bias else None

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.layers.activations import ACTIVATIONS, default_kernel_init
+from replayssm_jax.layers.activations import ACTIVATIONS, Activation, default_kernel_init
 from replayssm_jax.layers.apart import apart
+from replayssm_jax.layers.options import check_option
 
 
 class MLP(nnx.Module):
@@ -19,7 +20,7 @@ class MLP(nnx.Module):
     Args:
       d_model: width of the hidden state.
       d_ff: inner width.
-      activation: "silu" (with `gated` this is SwiGLU), "relu2", "gelu".
+      activation: "silu" (with `gated` this is SwiGLU), "relu2", "gelu" or "sigmoid".
       gated: whether there is a gate projection.
       use_bias: whether the projections have biases.
       dtype, param_dtype, kernel_init, out_kernel_init: as in `flax.nnx.Linear`.
@@ -31,7 +32,7 @@ class MLP(nnx.Module):
         d_model: int,
         d_ff: int,
         *,
-        activation: str = "silu",
+        activation: Activation = "silu",
         gated: bool = True,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
@@ -43,7 +44,7 @@ class MLP(nnx.Module):
         linear = functools.partial(
             nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        self.activation = activation
+        self.activation: Activation = check_option("activation", activation, Activation)
         self.gate_proj = nnx.data(linear(d_model, d_ff, kernel_init=kernel_init) if gated else None)
         self.up_proj = linear(d_model, d_ff, kernel_init=kernel_init)
         self.down_proj = linear(d_ff, d_model, kernel_init=out_kernel_init)

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.layers.activations import ACTIVATIONS, default_kernel_init
+from replayssm_jax.layers.activations import ACTIVATIONS, Activation, default_kernel_init
 from replayssm_jax.layers.mlp import MLP
+from replayssm_jax.layers.options import check_option
 from replayssm_jax.spec import float_dtype
+
+Scoring = Literal["softmax", "sigmoid"]
 
 _per_expert = nnx.initializers.lecun_normal(batch_axis=0)
 
@@ -49,13 +52,13 @@ class MoE(nnx.Module):
         d_expert: int,
         d_shared: int = 0,
         shared_gate: bool = False,
-        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        scoring: Scoring = "softmax",
         normalise: bool = True,
         routed_scale: float = 1.0,
         selection_bias: bool = False,
         num_groups: int = 1,
         top_groups: int = 1,
-        activation: str = "silu",
+        activation: Activation = "silu",
         gated: bool = True,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
@@ -74,12 +77,12 @@ class MoE(nnx.Module):
             raise ValueError(f"top_k must fit in {top_groups} groups, found top_k={top_k}")
         self.num_experts = num_experts
         self.top_k = top_k
-        self.scoring = scoring
+        self.scoring: Scoring = check_option("scoring", scoring, Scoring)
         self.normalise = normalise
         self.routed_scale = routed_scale
         self.num_groups = num_groups
         self.top_groups = top_groups
-        self.activation = activation
+        self.activation: Activation = check_option("activation", activation, Activation)
         self.dtype = float_dtype("dtype", dtype)
 
         def experts(d_in: int, d_out: int, init: Any) -> nnx.Param:

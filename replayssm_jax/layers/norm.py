@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.layers.activations import ACTIVATIONS
+from replayssm_jax.layers.activations import ACTIVATIONS, Activation
+from replayssm_jax.layers.options import check_option
 
 
 def _rms_normalise(x: jax.Array, epsilon: float) -> jax.Array:
@@ -54,7 +55,7 @@ class GatedRMSNorm(nnx.Module):
         *,
         num_groups: int = 1,
         norm_before_gate: bool = True,
-        activation: Literal["silu", "sigmoid"] = "silu",
+        activation: Activation = "silu",
         epsilon: float = 1e-6,
         param_dtype: Any = jnp.float32,
         scale_init: Any = nnx.initializers.ones,
@@ -67,7 +68,7 @@ class GatedRMSNorm(nnx.Module):
             )
         self.num_groups = num_groups
         self.norm_before_gate = norm_before_gate
-        self.activation = activation
+        self.activation: Activation = check_option("activation", activation, Activation)
         self.epsilon = epsilon
         self.scale = nnx.Param(scale_init(rngs.params(), (features,), param_dtype))
 

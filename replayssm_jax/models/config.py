@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from replayssm_jax.spec import check_int, state_dtype_of
+from replayssm_jax.layers.activations import Activation
+from replayssm_jax.layers.moe import Scoring
+from replayssm_jax.layers.options import Options
+from replayssm_jax.spec import check_choice, state_dtype_of
+from replayssm_jax.state import check_type
 
 MixerKind = Literal["mamba2", "gated_delta_net", "kda", "attention"]
 MLPKind = Literal["swiglu", "relu2", "moe"]
 
 MIXERS = ("mamba2", "gated_delta_net", "kda", "attention")
-MLPS = ("swiglu", "relu2", "moe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2Config:
-    """Options of `layers.Mamba2`; `num_heads` None means 2 * d_model / head_dim."""
+class Mamba2Config(Options):
+    """Options of `layers.Mamba2`; `num_heads` None means 2 * d_model / head_dim.
+
+    Integers are at least 1, `norm_epsilon` at least 0, and `dt_limits` 0 <= lower <= upper.
+    """
 
     num_heads: int | None = None
     head_dim: int = 64
@@ -38,8 +44,11 @@ class Mamba2Config:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetConfig:
-    """Options of `layers.GatedDeltaNet`; `num_key_heads` None means d_model / value_dim."""
+class GatedDeltaNetConfig(Options):
+    """Options of `layers.GatedDeltaNet`; `num_key_heads` None means d_model / value_dim.
+
+    Integers are at least 1 and `norm_epsilon` at least 0.
+    """
 
     num_key_heads: int | None = None
     num_value_heads: int | None = None
@@ -54,8 +63,12 @@ class GatedDeltaNetConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KDAConfig:
-    """Options of `layers.KimiDeltaAttention`; `num_heads` None means d_model / value_dim."""
+class KDAConfig(Options):
+    """Options of `layers.KimiDeltaAttention`; `num_heads` None means d_model / value_dim.
+
+    Integers are at least 1, `gate_rank` and `norm_epsilon` at least 0; `lower_bound` is None or
+    negative.
+    """
 
     num_heads: int | None = None
     key_dim: int = 128
@@ -71,8 +84,12 @@ class KDAConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
-    """Options of `layers.Attention`; `num_heads` None means d_model / 64, or 1."""
+class AttentionConfig(Options):
+    """Options of `layers.Attention`; `num_heads` None means d_model / 64, or 1.
+
+    Integers are at least 1, `sliding_window` among them, and `norm_epsilon` at least 0.
+    `rope_fraction` lies in [0, 1], where 0 is no position embedding; `rope_base` is above 0.
+    """
 
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -89,26 +106,29 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Options of `layers.MoE`; `d_expert` None means the width of the dense MLPs."""
+class MoEConfig(Options):
+    """Options of `layers.MoE`; `d_expert` None means the width of the dense MLPs.
+
+    Integers are at least 1, `d_shared` at least 0; `activation` is one of those of `layers.MLP`.
+    """
 
     num_experts: int = 8
     top_k: int = 2
     d_expert: int | None = None
     d_shared: int = 0
     shared_gate: bool = False
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Scoring = "softmax"
     normalise: bool = True
     routed_scale: float = 1.0
     selection_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
-    activation: str = "silu"
+    activation: Activation = "silu"
     gated: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerConfig:
+class LayerConfig(Options):
     """One block.
 
     Attributes:
@@ -122,16 +142,19 @@ class LayerConfig:
     norm: Literal["pre", "post"] = "pre"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mixers", tuple(self.mixers))
+        super().__post_init__()
+        object.__setattr__(self, "mixers", _as_tuple("mixers", self.mixers, "names"))
         for mixer in self.mixers:
-            if mixer not in MIXERS:
-                raise ValueError(f"mixer must be one of {MIXERS}, found {mixer!r}")
-        if self.mlp is not None and self.mlp not in MLPS:
-            raise ValueError(f"mlp must be None or one of {MLPS}, found {self.mlp!r}")
-        if self.norm not in ("pre", "post"):
-            raise ValueError(f'norm must be "pre" or "post", found {self.norm!r}')
+            check_choice("mixer", mixer, MIXERS)
         if not self.mixers and self.mlp is None:
             raise ValueError("a layer needs a mixer or an MLP, found neither")
+
+
+def _as_tuple(name: str, values: Any, kind: str) -> tuple[Any, ...]:
+    """Several `values` as a tuple; a string is none."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a tuple of {kind}, found {values!r}")
+    return tuple(values)
 
 
 _SUBCONFIGS: dict[str, type] = {
@@ -144,8 +167,10 @@ _SUBCONFIGS: dict[str, type] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HybridConfig:
+class HybridConfig(Options):
     """A hybrid language model; hashable by value, JSON through `to_dict` and `from_dict`.
+
+    Integers are at least 1 and other numbers finite.
 
     Attributes:
       vocab_size: tokens.
@@ -157,7 +182,7 @@ class HybridConfig:
       d_ff: its inner width; None means 4 d_model (relu2) or 8/3 d_model, in multiples of 16.
       layers: None, or an explicit list of `LayerConfig` instead of the pattern.
       mamba2, gated_delta_net, kda, attention, moe: options of each kind.
-      norm_epsilon: of the RMS norms before mixers and MLPs and at the end.
+      norm_epsilon: of the RMS norms before mixers and MLPs and at the end, at least 0.
       tie_embeddings: whether the output projection is the embedding.
       embedding_scale, residual_scale, logit_scale: multipliers of the embeddings, of every branch
         as it joins the residual stream, and of the logits.
@@ -197,14 +222,17 @@ class HybridConfig:
     scan_layers: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "replay_window", "max_tokens"):
-            object.__setattr__(self, name, check_int(name, getattr(self, name)))
+        super().__post_init__()
         for name, wide in (("state_dtype", (jnp.float32, jnp.float64)), ("read_dtype", ())):
             if name == "state_dtype" or self.read_dtype is not None:  # by name, for JSON
                 found = state_dtype_of(name, getattr(self, name), wide)
                 object.__setattr__(self, name, found.name)
+        if not isinstance(self.pattern, str):
+            raise TypeError(f"pattern must be a string of letters, found {self.pattern!r}")
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
+            object.__setattr__(self, "layers", _as_tuple("layers", self.layers, "LayerConfig"))
+            for i, layer in enumerate(self.layers):
+                check_type(f"layers[{i}]", layer, LayerConfig)
         if not self.blocks:
             raise ValueError("the model needs at least one layer, found none")
 
@@ -256,13 +284,13 @@ class HybridConfig:
         for name, kind in _SUBCONFIGS.items():
             if isinstance(values.get(name), Mapping):
                 options = dict(values[name])
-                if "dt_limits" in options:
-                    low, high = options["dt_limits"]
-                    options["dt_limits"] = (low, float("inf") if high is None else high)
+                limits = options.get("dt_limits")
+                if isinstance(limits, list | tuple) and len(limits) == 2 and limits[1] is None:
+                    options["dt_limits"] = (limits[0], float("inf"))
                 values[name] = kind(**options)
-        if values.get("layers") is not None:
+        if isinstance(values.get("layers"), list | tuple):
             values["layers"] = tuple(
-                layer if isinstance(layer, LayerConfig) else LayerConfig(**layer)
+                LayerConfig(**layer) if isinstance(layer, Mapping) else layer
                 for layer in values["layers"]
             )
         return cls(**values)

@@ -38,7 +38,7 @@ from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
 from replayssm_jax.spec import check_arrays, check_int, float_dtype
-from replayssm_jax.state import Pointer, check_rows, check_slots
+from replayssm_jax.state import Pointer, check_rows, check_slots, check_type
 
 
 class HybridLM(nnx.Module):
@@ -66,6 +66,8 @@ class HybridLM(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_type("config", config, HybridConfig)
+        check_type("rngs", rngs, nnx.Rngs)
         self.config = config
         self.dtype = float_dtype("dtype", dtype)
         self.embed = nnx.Embed(

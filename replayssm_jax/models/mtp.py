@@ -13,6 +13,7 @@ from replayssm_jax.layers.activations import default_kernel_init
 from replayssm_jax.models.arguments import check_tokens
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.spec import check_arrays, check_int
+from replayssm_jax.state import check_type
 
 
 class MTPHead(nnx.Module):
@@ -97,12 +98,13 @@ class MTPHeads(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, found {num_heads}")
-        self.d_model = d_model
+        check_int("num_heads", num_heads)
+        d_ff = check_int("d_ff", d_model if d_ff is None else d_ff)
+        check_type("rngs", rngs, nnx.Rngs)
+        self.d_model = check_int("d_model", d_model)
         self.heads: nnx.List[MTPHead] = nnx.List(
             [
-                MTPHead(d_model, d_ff or d_model, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+                MTPHead(d_model, d_ff, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
                 for _ in range(num_heads)
             ]
         )

@@ -30,7 +30,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_models
 from replayssm_jax.prompts import as_prompt, has_no_rows
 from replayssm_jax.sampling import Sampling, draw
-from replayssm_jax.spec import check_int
+from replayssm_jax.spec import check_bool, check_int
 from replayssm_jax.stopping import StopReason
 
 
@@ -111,7 +111,7 @@ def generate(
     width, capacity = widths(max_new_tokens, capacity)
     if has_no_rows(prompt):
         return empty_output(width)
-    ragged = return_state or state is not None
+    ragged = check_bool("return_state", return_state) or state is not None
     control, carry = start(
         model,
         as_prompt(

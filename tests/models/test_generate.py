@@ -390,6 +390,8 @@ def test_impossible_arguments_raise(model):
     ]:
         with pytest.raises(TypeError, match=f"^{name} must be integer, found (float|bool)"):
             generate(model, PROMPTS, **{"max_new_tokens": 2, name: value})
+    with pytest.raises(TypeError, match="return_state must be a bool, found 1"):
+        generate(model, PROMPTS, max_new_tokens=2, return_state=1)
     with pytest.raises(ValueError, match=r"prompt must have shape \[B, T\]"):
         generate(model, np.zeros(3, np.int32), max_new_tokens=2)
     for prompt in (np.zeros((3, 2), np.float32), [[1.0, 2.0]]):

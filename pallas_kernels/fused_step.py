@@ -174,21 +174,21 @@ class Step(Fold):
         one = p.num_tokens == 1
         every: Any = 0 if one else pl.ds(0, p.num_tokens)
 
-        def found(place: Any, source: Any, layout: Any, *shape: int) -> tuple[Any, jax.Array]:
+        def pair(place: Any, source: Any, layout: Any, *shape: int) -> tuple[Any, jax.Array]:
             if not one:  # as wide as it goes; one token's threads may use what they load themselves
                 layout = spread(*shape, vector=16 // jnp.dtype(source.dtype).itemsize)
             return place.at[every], load(source, layout)
 
         vectors = self.channels, p.num_tokens, p.key_dim
         loads = [
-            found(sm.q, q.at[b, every, self.group], *vectors),
-            found(sm.k, k.at[b, every, self.group], *vectors),
+            pair(sm.q, q.at[b, every, self.group], *vectors),
+            pair(sm.k, k.at[b, every, self.group], *vectors),
         ]
         if not p.brings_records_late:
             rows = self.shape if self.c.heads > 1 else (p.num_tokens, *self.shape)
-            loads.append(found(sm.v, self.rows_of(v, b, every), self.layout, *rows))
+            loads.append(pair(sm.v, self.rows_of(v, b, every), self.layout, *rows))
         if p.channel:
-            loads.append(found(sm.g, g.at[b, every, self.head], *vectors))
+            loads.append(pair(sm.g, g.at[b, every, self.head], *vectors))
         if self.copy is not None and sm.scale is not None:
             loads.append((sm.scale, load(self.rows_of(self.copy.scale, b), self.layout)))
         return loads

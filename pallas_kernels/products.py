@@ -123,15 +123,15 @@ def _integer_parts(x: jax.Array) -> list[jax.Array]:
 
         # A mask and what is added to it are one instruction if one of them is in a register: so
         # this is not a constant to the assembler, though no number of a multiprocessor changes it.
-        one = llvm.inline_asm(
+        low_top = llvm.inline_asm(
             i32,
             [],
             "{ .reg .b32 n; mov.u32 n, %smid; shr.u32 n, n, 31; or.b32 $0, n, 0x43004300; }",
             "=r",
         )
-        other = arith.xori(one, constant(-0x7FFF8000))
+        high_top = arith.xori(low_top, constant(-0x7FFF8000))
         found = []
-        for mask, top in ((0x007F007F, one), (0x00800080, other)):
+        for mask, top in ((0x007F007F, low_top), (0x00800080, high_top)):
             registers = np.empty(x.registers.shape, dtype=object)
             for i, register in np.ndenumerate(x.registers):
                 words = mgpu.utils.bitcast(register, ir.VectorType.get((4,), i32))

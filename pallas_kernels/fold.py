@@ -99,8 +99,8 @@ class Fold(Solve):
                 updates = [self.operand_terms(u) for u in self.solve_tile(slot, i)]
             else:
                 plgpu.barrier_wait(sm.state_bar.at[slot])
-            for channels in self.parts:
-                self.fold_part(slot, i, channels, records, updates)
+            for n in range(len(self.parts)):
+                self.fold_part(slot, i, n, records, updates)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(sm.state.at[slot], self.tile(i))
             if self.copy is not None:
@@ -132,13 +132,14 @@ class Fold(Solve):
         return found
 
     def fold_part(
-        self, slot: Any, i: Any, channels: Any, records: dict[int, jax.Array], updates: Any
+        self, slot: Any, i: Any, part: int, records: dict[int, jax.Array], updates: Any
     ) -> None:
         """Fold some key channels of tile i.
 
         `records` has those that are not in shared memory, `updates` terms of the solved ones.
         """
         p, sm = self.p, self.sm
+        channels = self.parts[part]
         place = sm.state.at[slot, :, channels]
         state = load(place, ACC, optimized=True)
         if p.channel:
@@ -154,25 +155,24 @@ class Fold(Solve):
             terms = updates[n] if updates else self.record_terms(first, i, records.get(first))
             state = self.add_products(state, first, terms, channels)
         store(place, state, optimized=True)
+        if sm.amax is not None:  # here, as the next part takes these registers
+            store(sm.amax.at[part], largest_magnitude(state, interpret=self.mode.interpret))
 
     def encode_tile(self, slot: Any, i: Any) -> None:
         """Make and write tile i of the new copy, in the place of the state once that has left."""
         p, sm, layout, interpret = self.p, self.sm, state_rows(self.p.key_dim), self.mode.interpret
 
-        def state_part(channels: Any) -> jax.Array:
-            if channels.start:
-                self.meet()  # not sooner, for the registers that it takes
-            return load(sm.state.at[slot, :, channels], layout)
-
         scale = None
         if sm.scale is not None:
-            found = [largest_magnitude(state_part(x), interpret=interpret) for x in self.parts]
+            found = [load(sm.amax.at[n], layout.reduce(1)) for n in range(len(self.parts))]
             scale = make_scale(functools.reduce(jnp.maximum, found), p.read_dtype)
             store(self.tile_rows(sm.scale, i=i), scale)
         values = []
         width = tf32.width(p.key_dim)
         for first in range(0, p.key_dim, width):
-            part = state_part(pl.ds(first, width))
+            if first:
+                self.meet()  # not sooner, for the registers that it takes
+            part = load(sm.state.at[slot, :, pl.ds(first, width)], layout)
             values.append(encode(part, scale, p.read_dtype, layout, interpret=interpret))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all threads have read it, too
         store(sm.encoded, beside(values, layout, interpret=interpret))
@@ -192,7 +192,7 @@ class Fold(Solve):
             if sm.fold_key is None:
                 store(sm.key.at[here], keys)
             else:
-                terms = split(keys.astype(F32), p.key_terms, away=p.num_tokens > 1)
+                terms = split(keys.astype(F32), p.key_terms, away=True)
                 for b, term in enumerate(terms):
                     store(sm.fold_key.at[b, here], term)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -39,6 +39,7 @@ from pallas_kernels.layouts import (
     spread,
     state_rows,
     store,
+    system_rows,
     token_rows,
     zeros,
 )
@@ -54,8 +55,10 @@ from pallas_kernels.problem import (
 )
 from pallas_kernels.products import (
     ACC,
+    PAIR,
     SUMS,
     column_of,
+    dot_pairs,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -153,6 +156,32 @@ class Step(Fold):
         self.outrun = jnp.where(self.length > room, jnp.nan, 0.0)
         decides = mode.fold and mode.decides and p.num_tokens > 0
         self.due = self.length + self.num_new > p.window if decides else mode.fold
+
+    @property
+    def first_tiles(self) -> Literal["at once", "by the pointer", "behind the window", "after it"]:
+        """When the copies of the first tiles start.
+
+        Bulk copies hold up what is behind them. With channel decay products wait for the window,
+        whose copies go ahead then (an H200 takes 72 us for a step of Kimi Linear from an int8 copy,
+        not 80); a solve has long work to do before it needs a tile (466 us a fold, not 490).
+        """
+        if self.p.solves_again and self.mode.folds_all:
+            return "after it"
+        if self.p.channel or self.p.num_tokens >= 8:
+            return "behind the window"
+        return "at once" if self.reads_state else "by the pointer"
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether tiles are of the state whatever the pointer says."""
+        return self.copy is None or self.mode.folds_all
+
+    def start_tiles(self) -> None:
+        """Start the copies of the first tiles."""
+        if self.reads_state:
+            self.start_state()
+        else:
+            self.branch(self.start_state, self.start_copy)
 
     def start_state(self) -> None:
         """Start the copies of the first state tiles."""
@@ -613,25 +642,38 @@ class Step(Fold):
     def sum_scores(self, firsts: list[int]) -> None:
         """The same by sums over channels, of 16 keys from each of `firsts` on."""
         p, sm = self.p, self.sm
+        in_pairs = p.num_tokens == 1 and p.num_columns == 2
+        layout = system_rows(p.key_dim) if in_pairs else self.block
         keys = {}
         for first in firsts:
             if first < p.padded_window:
-                of_block = load(
-                    (sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], self.block
-                )
+                of_block = load((sm.gate if p.channel else sm.key).at[pl.ds(first, BLOCK)], layout)
             elif p.num_tokens > 1:
-                of_block = load(sm.k, self.block)
+                of_block = load(sm.k, layout)
             else:
-                of_block = load(sm.k.at[0], self.block.reduce(0))
-                of_block = broadcast(of_block, (BLOCK, p.key_dim), (1,), self.block)
+                of_block = load(sm.k.at[0], layout.reduce(0))
+                of_block = broadcast(of_block, (BLOCK, p.key_dim), (1,), layout)
             keys[first] = of_block.astype(F32)
 
-        def score(c: int, first: int) -> jax.Array:
+        def column(c: int, first: int) -> jax.Array:
             is_new = first == p.padded_window
             ref = self.raw_column(c) if is_new or not p.channel else sm.column.at[c]
-            column = load(ref, self.block.reduce(0)).astype(F32)
-            column = broadcast(column, (BLOCK, p.key_dim), (1,), self.block)
-            return jnp.sum(keys[first] * column, axis=1)
+            column = load(ref, layout.reduce(0)).astype(F32)
+            return broadcast(column, (BLOCK, p.key_dim), (1,), layout)
+
+        def score(c: int, first: int) -> jax.Array:
+            return jnp.sum(keys[first] * column(c, first), axis=1)
+
+        if in_pairs:  # fewer loads of columns, for more lanes that share a sum
+            for first, of_block in keys.items():
+                pairs = [(of_block, column(c, first)) for c in range(2)]
+                scores = dot_pairs(pairs, layout, interpret=self.mode.interpret)
+                if first < p.padded_window:
+                    index = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=PAIR)
+                    scores = jnp.where(index + first < self.length, scores, 0.0)
+                here = sm.score.at[pl.ds(first, BLOCK), pl.ds(0, 2)]
+                store(here.transpose((1, 0)), scores)
+            return
 
         places = [(c, first) for c in range(p.num_columns) for first in keys]
         for i in range(0, len(places), 8):
@@ -882,14 +924,17 @@ class Step(Fold):
     def work(self) -> None:
         """Everything, for a row that has new tokens (or, without tokens, is to be folded)."""
         p, sm = self.p, self.sm
-        if self.copy is None or self.mode.folds_all:
-            self.start_state()
+        first_tiles = self.first_tiles
+        if first_tiles == "at once":
+            self.start_tiles()
         tokens = self.load_tokens() if p.num_tokens else []
         new_gates = self.load_new_gates()
         self.read_pointer()
-        if self.copy is not None and not self.mode.folds_all:
-            self.branch(self.start_state, self.start_copy)
+        if first_tiles == "by the pointer":
+            self.start_tiles()
         self.start_window()
+        if first_tiles == "behind the window":
+            self.start_tiles()
         gates = self.load_gates()
         if not self.weighs_late:
             self.store_decays(gates)
@@ -957,6 +1002,8 @@ class Step(Fold):
 
     def solve_window(self) -> None:
         """What the fold's solve needs of the raw records, before others take their place."""
+        if self.first_tiles == "after it":
+            self.start_tiles()
         for first, beta in self.gates_of_window(self.ring.beta).items():
             store(self.gate_rows(self.sm.solve_beta, first), self.live_gates(first, beta))
         self.prepare_solve()

@@ -41,6 +41,15 @@ def record_rows(key_dim: int) -> Any:
     return tiled(((16, 8 * vector), (4, 8 * vector), (vector,)), (-5,), (-3, -2))
 
 
+def system_rows(key_dim: int) -> Any:
+    """[16, N] records: every lane of a warp has some of each of its four rows."""
+    lanes = 32 if key_dim % 32 == 0 else 16
+    vector = next(v for v in (4, 2, 1) if key_dim % (lanes * v) == 0)
+    idle: tuple[Any, ...] = (fa.Replicated(2),) if lanes == 16 else ()
+    width = lanes * vector
+    return tiled(((16, width), (4, width), (1, width), (vector,)), (-7,), (*idle, -2))
+
+
 def token_rows(key_dim: int) -> Any:
     """[4 t, N] rows of tokens: a row lies in one warp."""
     lanes = 32 if key_dim % 32 == 0 else 16

@@ -6,6 +6,7 @@ below fp32 rounding.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels.layouts import as_argument, tiled
 from pallas_kernels.tf32 import READS
@@ -55,6 +56,8 @@ _NARROW_ROWS = tiled(((16, 16), (16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3
 # [16 k, 64 m] whose elements lie as those of its transpose in an operand.
 RECORDS = tiled(((8, 64), (8, 16), (8, 8), (2, 1)), (-7,), (-3, -4))
 SUMS = tiled(((16, 8), (8, 8), (2,)), (fa.Replicated(4),), (-3, -2))
+# [2, 16] sums, four of each row in a warp, in as many lanes.
+PAIR = tiled(((2, 16), (2, 4), (1, 1)), (-5,), (fa.Replicated(4), -4, -3))
 
 
 def term_pairs(key_terms: int, state_terms: int = 3) -> list[tuple[int, int]]:
@@ -248,24 +251,15 @@ def sum_terms(sums: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(ACC,), return_type=out)
     def add(_: Any, x: fa.FragmentedArray) -> fa.FragmentedArray:
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        lane = mgpu.utils.thread_idx()
-
-        def holds(bits: int) -> Any:
-            found = arith.andi(lane, mgpu.utils.c(bits, i32))
-            return arith.cmpi(arith.CmpIPredicate.eq, found, mgpu.utils.c(bits, i32))
-
-        def halve(one: Any, other: Any, bit: int) -> Any:
-            given = arith.select(holds(bit), one, other)
-            kept = arith.select(holds(bit), other, one)
-            return arith.addf(kept, mgpu.utils.shfl_bfly(given, bit))
-
+        third = arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(3, i32))
+        is_none = arith.cmpi(arith.CmpIPredicate.eq, third, mgpu.utils.c(3, i32))
         zero = mgpu.utils.c(0.0, f32)
         pairs = []
         for register in x.registers.flat:
             both = [vector.extract(register, [], [n]) for n in range(2)]
-            pairs.append([arith.select(holds(3), zero, one) for one in both])
-        found = [halve(*pair, 1) for pair in pairs]
-        found = [halve(*found[n : n + 2], 2) for n in range(0, len(found), 2)]
+            pairs.append([arith.select(is_none, zero, one) for one in both])
+        found = [_halve(*pair, 1) for pair in pairs]
+        found = [_halve(*found[n : n + 2], 2) for n in range(0, len(found), 2)]
         given = layout.to_mgpu()
         registers = np.empty(given.registers_shape((sums.shape[0], 2)), dtype=object)
         registers.flat = [vector.from_elements(ir.VectorType.get((1,), f32), [n]) for n in found]
@@ -273,6 +267,54 @@ def sum_terms(sums: jax.Array) -> jax.Array:
 
     total: jax.Array = add(sums)
     return total
+
+
+def dot_pairs(pairs: list[tuple[jax.Array, jax.Array]], layout: Any, *, interpret: bool) -> Any:
+    """Products of two pairs of arrays [16, N] in `system_rows`, row by row, [2, 16] in `PAIR`.
+
+    Lanes give away half of their sums at a time, as in `sum_terms`, until each has one.
+    """
+    if interpret:
+        return jnp.stack([jnp.sum(x * y, axis=1) for x, y in pairs])
+    out = plgpu.ShapeDtypeStruct((2, 16), jnp.dtype(jnp.float32), layout=PAIR)
+    idle = pairs[0][0].shape[1] % 32 != 0  # lanes 16 apart have the same
+
+    @plgpu.inline_mgpu(arg_types=(layout,) * 4, return_type=out)
+    def add(_: Any, *arrays: fa.FragmentedArray) -> fa.FragmentedArray:
+        def rows(x: fa.FragmentedArray) -> list[list[Any]]:
+            """What a lane has of each of its rows."""
+            length = ir.VectorType(x.registers.flat[0].type).shape[0]
+            return [
+                [vector.extract(one, [], [n]) for one in row for n in range(length)]
+                for row in x.registers.reshape(-1, 4).T
+            ]
+
+        found = []
+        for x, y in zip(arrays[::2], arrays[1::2], strict=True):
+            for left, right in zip(rows(x), rows(y), strict=True):
+                total = arith.mulf(left[0], right[0])
+                for a, b in zip(left[1:], right[1:], strict=True):
+                    total = math.fma(a, b, total)
+                found.append(total)
+        for bit in (1, 2, 4):
+            found = [_halve(*found[n : n + 2], bit) for n in range(0, len(found), 2)]
+        for bit in (8,) if idle else (8, 16):
+            found = [arith.addf(x, mgpu.utils.shfl_bfly(x, bit)) for x in found]
+        registers = np.empty(PAIR.to_mgpu().registers_shape((2, 16)), dtype=object)
+        kind = ir.VectorType.get((1,), ir.F32Type.get())
+        registers.flat = [vector.from_elements(kind, [x]) for x in found]
+        return fa.FragmentedArray(_registers=registers, _layout=PAIR.to_mgpu(), _is_signed=None)
+
+    return add(*itertools.chain(*pairs))
+
+
+def _halve(one: Any, other: Any, bit: int) -> Any:
+    """The sum over two lanes of one value, or of the other in lanes that have this bit."""
+    i32 = ir.IntegerType.get_signless(32)
+    found = arith.andi(mgpu.utils.thread_idx(), mgpu.utils.c(bit, i32))
+    has_bit = arith.cmpi(arith.CmpIPredicate.ne, found, mgpu.utils.c(0, i32))
+    given, kept = arith.select(has_bit, one, other), arith.select(has_bit, other, one)
+    return arith.addf(kept, mgpu.utils.shfl_bfly(given, bit))
 
 
 def multiply_rows(lhs: jax.Array, rhs: jax.Array, *, interpret: bool) -> jax.Array:

@@ -52,13 +52,15 @@ class Scratch(NamedTuple):
     copy: Any = None  # read copy: its tiles in flight
     encoded: Any = None  # read copy: a tile of the new one
     scale: Any = None  # 8-bit read copy: for each state row
+    amax: Any = None  # the same of a tile: the largest magnitude, of some channels each
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
     solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
     solve_key: Any = None  # channel decay: keys decayed from the checkpoint, in float32
     solve_decay: Any = None  # channel decay: of each record by itself
     system: Any = None  # <k_j, k_i> of the window's records j < i, decayed from one to the other
-    inverse: Any = None  # bf16 terms of the matrix that takes v - S k of records to their updates
+    float_inverse: Any = None  # the matrix that takes v - S k of records to their updates
+    inverse: Any = None  # its bf16 terms
 
 
 # Arrays by name, side by side in this order.
@@ -147,12 +149,9 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         uses = [reads]
         if mode.fold:
             encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
-            uses = [state, encoded, reads]
+            beside = _solve_arrays(p, c) if p.solves_again else [Group()]
+            uses = [*(state | arrays for arrays in beside), encoded, reads]
             if p.solves_again:
-                solve, early = _solve_arrays(p, c)
-                if early:
-                    uses.append(state | early)
-                state |= solve
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
@@ -162,6 +161,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         found.append(_union([use for use in uses if use]))
         if p.read_bytes == 1:
             small["scale"] = sm(rows, F32)
+            if mode.fold:
+                small["amax"] = sm((n // c.channels, TILE), F32)
         if several:
             alone["read"] = read
         elif tokens:
@@ -195,17 +196,17 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     return (*found, bars)
 
 
-def _solve_arrays(p: Problem, c: Config) -> tuple[Group, Group]:
-    """What a solve has beside the state; and in the same place before there is `solve_key`."""
+def _solve_arrays(p: Problem, c: Config) -> list[Group]:
+    """What a solve has, one after the other in the same place."""
     sm, window = plgpu.SMEM, p.padded_window
     # Rows of operands lie in different banks.
-    inverse = sm((c.heads, 3, window, window + 8), jnp.bfloat16)
-    early = Group(inverse=inverse, system=sm((c.heads, window, window), F32))
+    inverse = Group(inverse=sm((c.heads, 3, window, window + 8), jnp.bfloat16))
+    square = sm((c.heads, window, window), F32)
+    system, float_inverse = inverse | Group(system=square), Group(float_inverse=square)
     if not p.channel:
-        return early, Group()
-    early["solve_decay"] = sm((window, p.key_dim), F32)
-    solve_key = sm((window, p.key_dim + 4), F32)
-    return Group(inverse=inverse, solve_key=solve_key), early
+        return [system, float_inverse]
+    system["solve_decay"] = sm((window, p.key_dim), F32)
+    return [system, float_inverse, inverse | Group(solve_key=sm((window, p.key_dim + 4), F32))]
 
 
 def _union(groups: list[Group]) -> Any:

@@ -30,15 +30,18 @@ from pallas_kernels.layouts import (
     record_rows,
     spread,
     store,
+    system_rows,
     zeros,
 )
 from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, blocks
 from pallas_kernels.products import (
     ACC,
     LHS,
+    PAIR,
     RHS,
     SUMS,
     as_left,
+    dot_pairs,
     multiply,
     multiply_rows,
     operand_layouts,
@@ -102,9 +105,10 @@ class Solve(Program):
             self.make_system()
         self.meet()  # all threads have read the window
         self.invert()
+        self.meet()
+        self.split_inverse()
         if p.channel:
-            self.meet()  # they take the place of the system
-            self.make_solve_keys()
+            self.make_solve_keys()  # in the place of the system
 
     def make_gates(self) -> None:
         """Scalar decay, for each head: of the checkpoint up to each record, and between records.
@@ -180,16 +184,16 @@ class Solve(Program):
     def make_system(self) -> None:
         """The same in float32, channel by channel."""
         p, sm = self.p, self.sm
-        shape, columns = (BLOCK, p.key_dim), self.block.reduce(0)
+        shape, layout = (BLOCK, p.key_dim), system_rows(p.key_dim)
         live = jnp.minimum(self.length, p.window)
 
         def spread_rows(ref: Any) -> jax.Array:
-            return broadcast(load(ref, columns).astype(F32), shape, (1,), self.block)
+            return broadcast(load(ref, layout.reduce(0)).astype(F32), shape, (1,), layout)
 
         @pl.loop(0, self.c.heads)
         def _(head: jax.Array) -> None:
             for first in blocks(p.padded_window):
-                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.block) + first
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first
 
                 def advance(
                     pair: jax.Array, keys: jax.Array, first: int = first, row: Any = row
@@ -202,15 +206,15 @@ class Solve(Program):
                     for n, i in enumerate(ahead):
                         if p.channel:
                             keys = jnp.where(row < i, keys * gates[n], keys)
-                        found.append(jnp.sum(keys * own[n], axis=1))
-                    for i, scores in zip(ahead, found, strict=True):
-                        place = sm.system.at[head, i, pl.ds(first, BLOCK)]
-                        if not p.channel:
-                            scores = scores * load(place, self.block.reduce(1))
-                        store(place, scores)
+                        found.append((keys, own[n]))
+                    place = sm.system.at[head, pl.ds(pair * 2, 2), pl.ds(first, BLOCK)]
+                    scores = dot_pairs(found, layout, interpret=self.mode.interpret)
+                    if not p.channel:
+                        scores = scores * load(place, PAIR)
+                    store(place, scores)
                     return keys
 
-                start = load(sm.key.at[pl.ds(first, BLOCK)], self.block).astype(F32)
+                start = load(sm.key.at[pl.ds(first, BLOCK)], layout).astype(F32)
                 lax.fori_loop(jnp.int32(first // 2), lax.div(live + 1, 2), advance, start)
 
     def invert(self) -> None:
@@ -227,14 +231,11 @@ class Solve(Program):
                 return ref[index]
             return broadcast(load(ref.at[index], layout.reduce(1)), shape, (0,), layout)
 
-        def place(i: Any, term: int) -> Any:
-            return sm.inverse.at[every, term, i, pl.ds(0, p.padded_window)]
-
         for first in blocks(p.padded_window):
             block = range(first, min(first + BLOCK, p.window))
 
             def add(j: jax.Array, sums: Any, block: range = block) -> Any:
-                row = sum(load(place(j, term), layout).astype(F32) for term in range(3))
+                row = load(sm.float_inverse.at[every, j], layout)
                 return tuple(
                     s + row * of_heads(sm.system, every, i, j)
                     for s, i in zip(sums, block, strict=True)
@@ -250,8 +251,17 @@ class Solve(Program):
                 beta = of_heads(sm.solve_beta, i, every)
                 rows.append(beta * (jnp.where(column == i, 1.0, 0.0) - total))
             for i, row in zip(block, rows, strict=True):
-                for n, term in enumerate(split(row, 3, away=True)):
-                    store(place(i, n), term)
+                store(sm.float_inverse.at[every, i], row)
+
+    def split_inverse(self) -> None:
+        """The terms of the inverse, as tensor cores take it."""
+        sm, n = self.sm, self.p.padded_window
+        layout = spread(n, n)
+        found = [load(sm.float_inverse.at[head], layout) for head in range(self.c.heads)]
+        self.meet()  # the terms take its place
+        for head, inverse in enumerate(found):
+            for b, term in enumerate(split(inverse, 3, away=True)):
+                store(sm.inverse.at[head, b, :, pl.ds(0, n)], term)
 
     def solve_tile(self, slot: Any, i: Any) -> list[jax.Array]:
         """The updates in the rows of state tile i, once that is there, with their weights.

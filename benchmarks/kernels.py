@@ -212,9 +212,13 @@ def facts(layer: str, spec: rs.ReplaySpec, batch: int, tokens: int, **kwargs: An
     )
 
 
-def layers_of(batch: int, tokens: int) -> int:
-    """Layers of a loop, which share a pointer: as a model's, or as many as have room."""
-    return 24 if batch <= 64 else 12 if tokens == 1 else 8
+# Layers of a loop, which share a pointer, as a model has them.
+LAYERS = 24
+
+
+def baseline_layers(batch: int, tokens: int) -> int:
+    """Layers of the conventional loop: as many, or as have room with a state for each token."""
+    return LAYERS if batch <= 64 else 12 if tokens == 1 else 8
 
 
 def flush_period(window: int, tokens: int, accepted: int) -> int:
@@ -272,9 +276,9 @@ class Case:
         self.spec = layers.make_spec(
             layer, window=self.window, max_tokens=tokens, read_dtype=read_dtype
         )
-        self.count = args.layers or layers_of(batch, tokens)
-        steps = loop_steps(self.window, tokens, accepted)
-        self.calls = steps * self.count
+        self.count = args.layers or LAYERS
+        self.baseline_count = min(self.count, baseline_layers(batch, tokens))
+        self.steps = steps = loop_steps(self.window, tokens, accepted)
         self.checks = {
             name: Check(self.spec, batch, name, tokens, accepted, ahead)
             for name in args.implementation
@@ -283,8 +287,10 @@ class Case:
         self.random = ahead(random_tokens, self.spec, batch, tokens, 0)
         one = jax.eval_shape(functools.partial(random_tokens, self.spec, batch, tokens), 0)
 
-        def compiled(step: Step, start: Callable[[], Any], *scan: Any) -> harness.Program:
-            return ahead(loop(step, steps, *scan), *jax.eval_shape(start), [one] * self.count)
+        def compiled(
+            step: Step, start: Callable[[], Any], count: int, *scan: Any
+        ) -> harness.Program:
+            return ahead(loop(step, steps, *scan), *jax.eval_shape(start), [one] * count)
 
         self.programs = {}
         for name in args.implementation:
@@ -292,9 +298,13 @@ class Case:
                 start = functools.partial(self.states, OWN if how == OWN else "uniform")
                 step = replay_step(self.spec, name, accepted)
                 scan = [windowed_scan(self.window, tokens, accepted)] if how == WINDOWED else []
-                self.programs[name, how] = compiled(step, start, *scan)
+                self.programs[name, how] = compiled(step, start, self.count, *scan)
         self.baselines = {
-            name: compiled(conventional_step(self.spec, name, accepted), self.baseline_states)
+            name: compiled(
+                conventional_step(self.spec, name, accepted),
+                self.baseline_states,
+                self.baseline_count,
+            )
             for name in args.baseline
         }
 
@@ -309,7 +319,7 @@ class Case:
         return pointer, states
 
     def baseline_states(self) -> tuple[Any, list[Any]]:
-        return conventional_states(self.spec, self.batch, self.count)
+        return conventional_states(self.spec, self.batch, self.baseline_count)
 
     def rows(self) -> Iterator[harness.Row]:
         args = self.args
@@ -319,10 +329,12 @@ class Case:
         for name in args.implementation:
             for how in args.forms:
                 program = self.programs[name, program_of(how)]
-                contenders[name, how] = contender(program, self.states(how), inputs, self.calls)
+                calls = self.steps * self.count
+                contenders[name, how] = contender(program, self.states(how), inputs, calls)
         for name, program in self.baselines.items():
-            started = self.baseline_states()
-            contenders["conventional", name] = contender(program, started, inputs, self.calls)
+            started, some = self.baseline_states(), inputs[: self.baseline_count]
+            calls = self.steps * self.baseline_count
+            contenders["conventional", name] = contender(program, started, some, calls)
         for one in contenders.values():
             one.once()
         timings = harness.time_in_turns(contenders, repeats=args.repeats)
@@ -351,6 +363,7 @@ class Case:
                     "window": self.window,
                     "accepted": self.accepted,
                     "layers": self.count,
+                    "baseline_layers": self.baseline_count,
                     "baseline": fastest[1],
                     "read_bandwidth": args.bandwidth,
                     "conventional_us": {name: t.us for (_, name), t in baselines.items()},
@@ -373,7 +386,7 @@ class Fills:
         self.args, self.layer, self.batch = args, layer, batch
         self.window = 16
         self.spec = layers.make_spec(layer, window=self.window, read_dtype=read_dtype)
-        self.count = args.layers or layers_of(batch, 1)
+        self.count = args.layers or baseline_layers(batch, 1)
         self.name = args.implementation[0]
         self.steps = (16 if batch <= 64 else 2) * self.window
         step = replay_step(self.spec, self.name, 1)
@@ -505,7 +518,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--layers",
         type=harness.count,
-        help="layers in the loop; default: 24, fewer where states are large",
+        help="layers in the loop; default: 24, of the baseline fewer where states are large",
     )
     parser.add_argument(
         "--implementation",

@@ -176,7 +176,7 @@ def conventional(spec: rs.ReplaySpec, batch: int, count: int) -> harness.Contend
 def measure(layer: str, batch: int, args: argparse.Namespace) -> list[harness.Row]:
     """Rows of a layer: fla-core with either layout of the state, against our conventional step."""
     spec = layers.make_spec(layer)
-    count = args.layers or kernels.layers_of(batch, 1)
+    count = args.layers or kernels.baseline_layers(batch, 1)
     peers = [Peer(load(layer), v_first) for v_first in (False, True)]
     errors = {peer.name: peer.check(spec, min(batch, 4)) for peer in peers}
     contenders = {peer.name: peer.contender(spec, batch, count) for peer in peers}

@@ -218,7 +218,7 @@ LAYERS = 24
 
 def baseline_layers(batch: int, tokens: int) -> int:
     """Layers of the conventional loop: as many, or as have room with a state for each token."""
-    return LAYERS if batch <= 64 else 12 if tokens == 1 else 8
+    return LAYERS if batch <= 64 else 12 if tokens == 1 else 8 if tokens < 8 else 4
 
 
 def flush_period(window: int, tokens: int, accepted: int) -> int:

@@ -162,8 +162,9 @@ class Step(Fold):
         """When the copies of the first tiles start.
 
         Bulk copies hold up what is behind them. With channel decay products wait for the window,
-        whose copies go ahead then (an H200 takes 72 us for a step of Kimi Linear from an int8 copy,
-        not 80); a solve has long work to do before it needs a tile (466 us a fold, not 490).
+        and with many tokens it is large: its copies go ahead then (eight tokens of Mamba-2 in 16
+        rows take an H200 35 us before a flush, not 39). A solve has long work to do before it needs
+        a tile (a fold of Kimi Linear with an int8 copy takes 474 us, not 503).
         """
         if self.p.solves_again and self.mode.folds_all:
             return "after it"

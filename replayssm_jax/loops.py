@@ -57,7 +57,8 @@ def scan_steps(
       The last carry, and the ys stacked along a leading axis.
 
     Raises:
-      TypeError: a length or window that is no int known while tracing, xs without a leading axis.
+      TypeError: a length or window that is no int known while tracing, xs without a leading axis,
+        an `f` that returns anything but a pair.
       ValueError: no length, lengths that differ, no ReplayState in the carry, a window too large.
     """
     window = _check_window(init, window)
@@ -145,7 +146,11 @@ def _in_phase(
     f: Callable[[Carry, Any], tuple[Carry, Any]], phase: Phase
 ) -> Callable[[Carry, Any], tuple[Carry, Any]]:
     def wrapped(carry: Carry, x: Any) -> tuple[Carry, Any]:
-        carry, y = f(set_phase(carry, phase), x)
+        found = f(set_phase(carry, phase), x)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            parts = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
+            raise TypeError(f"f must return (carry, y), found {type(found).__name__}{parts}")
+        carry, y = found
         return set_phase(carry, None), set_phase(y, None)
 
     return wrapped

@@ -939,6 +939,20 @@ def steps(s, state="scalar", **keywords):
                 "must give one number of steps, found .*3.*4",
             ),
             (
+                "a body that returns its state alone",
+                lambda s: rs.scan_steps(
+                    lambda c, x: rs.step(SPEC, c, s.one)[1], s.scalar, length=3, window=5
+                ),
+                TypeError,
+                r"f must return \(carry, y\), found ReplayState",
+            ),
+            (
+                "a body that returns three",
+                lambda s: rs.scan_steps(lambda c, x: (c, x, x), s.scalar, length=3, window=5),
+                TypeError,
+                r"f must return \(carry, y\), found tuple of 3",
+            ),
+            (
                 "no length",
                 lambda s: rs.scan_steps(lambda c, x: (c, None), s.scalar),
                 ValueError,

@@ -20,6 +20,7 @@ from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.rotary import rotate
 from replayssm_jax.layers.sharding import run_sharded
 from replayssm_jax.spec import float_dtype
+from replayssm_jax.state import check_type
 
 
 class _Heads(NamedTuple):
@@ -148,6 +149,8 @@ class Attention(CachedLayer):
     ) -> tuple[jax.Array, KVCache | None]:
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
         del mode
+        if cache is not None:
+            self._check_cache(cache)
         lead = x.shape[:2]
         for_q, for_k, for_v = apart(x, 3)
         q = self.q_proj(for_q).reshape(*lead, self.num_heads, -1)
@@ -169,6 +172,15 @@ class Attention(CachedLayer):
         if gate is not None:
             y = y * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(y.dtype)
         return span.masked(self.o_proj(y.reshape(*lead, -1))), cache
+
+    def _check_cache(self, cache: KVCache) -> None:
+        check_type("cache", cache, KVCache)
+        wanted, found = (self.num_kv_heads, self.head_dim), cache.key.shape[2:]
+        if found != wanted:
+            raise ValueError(
+                f"the cache must have {wanted[0]} heads of {wanted[1]}, found shape "
+                f"{cache.key.shape}: was it made by another layer?"
+            )
 
     def _read(
         self, cache: KVCache | None, heads: _Heads, span: Span
@@ -249,6 +261,6 @@ class Attention(CachedLayer):
         rows = jnp.arange(slots.shape[0])[:, None]
 
         def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            return buffer.at[rows, slots].set(new.astype(buffer.dtype), mode="drop")
+            return jnp.asarray(buffer).at[rows, slots].set(new.astype(buffer.dtype), mode="drop")
 
         return dataclasses.replace(cache, key=put(cache.key, k), value=put(cache.value, v))

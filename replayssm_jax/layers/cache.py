@@ -164,7 +164,7 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
             )
         # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
         at = jnp.where((slots >= 0) & (slots < x.shape[0]), slots, x.shape[0])
-        return x.at[at].set(new, mode="drop")
+        return jnp.asarray(x).at[at].set(new, mode="drop")
 
     slots = jnp.asarray(slots).astype(jnp.int32)
     return jax.tree.map(put, cache, other)

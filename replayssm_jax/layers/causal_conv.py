@@ -118,6 +118,11 @@ class CausalConv(CachedLayer):
                 f"the history must hold kernel_size - 1 + max_tokens = {self.capacity} inputs, "
                 f"found {history.shape[1]}: was the cache made with another max_tokens?"
             )
+        if history is not None and history.shape[2] != self.channels:
+            raise ValueError(
+                f"the history must have {self.channels} channels, found {history.shape[2]}: was "
+                "the cache made by another layer?"
+            )
         x = x.astype(self.dtype)
         if span.valid is None:
             y, history = self._convolve_front(x, history, span, span.segments)

@@ -29,6 +29,7 @@ from replayssm_jax.state import (
     ReplayState,
     check_array,
     check_rounding_key,
+    check_type,
     init_state,
     materialize,
 )
@@ -156,6 +157,8 @@ class ReplayMixer(CachedLayer):
         self, x: jax.Array, cache: MixerCache | None, span: Span, *, mode: Mode
     ) -> tuple[jax.Array, MixerCache | None]:
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
+        if cache is not None:
+            check_type("cache", cache, MixerCache)
         channels, rest = self.project(x)
         history = None if cache is None else cache.history
         channels, history = self.conv.convolve(channels, history, span, drafts=mode == "verify")

@@ -431,6 +431,12 @@ class HybridLM(nnx.Module):
     def _run(
         self, tokens: jax.Array, cache: HybridCache, span: Span, mode: Mode
     ) -> tuple[jax.Array, tuple[Any, ...], Pointer | None]:
+        blocks_held = sum(len(blocks) for blocks, *_ in self.segments())
+        if len(cache.layers) != blocks_held:
+            raise ValueError(
+                f"the cache must have {blocks_held} layers, found {len(cache.layers)}: was it made "
+                "by another model?"
+            )
         x = self.embeddings(tokens)
         layers: list[Any] = []
         pointer = cache.pointer

@@ -33,7 +33,7 @@ from model_cases import (
 from random_modules import assert_takes_lists
 
 import replayssm_jax as rs
-from replayssm_jax.models import HybridLM, LayerConfig
+from replayssm_jax.models import AttentionConfig, GatedDeltaNetConfig, HybridLM, LayerConfig
 
 # Few shapes, so that little is compiled.
 B, T, P, SIZE = 3, 40, 17, 64
@@ -702,3 +702,49 @@ def test_a_cache_of_another_max_tokens_raises():
     wide, narrow = make_model("mamba2"), make_model("mamba2", max_tokens=1)
     with pytest.raises(ValueError, match="= 7 inputs, found 4: was the cache made with another"):
         wide.verify(random_tokens(B, 2), narrow.init_cache(B, SIZE))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (dict(pattern="MAM"), ValueError, "the cache must have 3 layers, found 2"),
+        (dict(pattern="AM"), TypeError, "cache must be a KVCache, found MixerCache"),
+        (dict(pattern="MM"), TypeError, "cache must be a MixerCache, found KVCache"),
+        (
+            dict(
+                gated_delta_net=GatedDeltaNetConfig(
+                    num_key_heads=1, num_value_heads=4, key_dim=6, value_dim=4
+                )
+            ),
+            ValueError,
+            "the history must have 28 channels, found 40",
+        ),
+        (
+            dict(attention=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)),
+            ValueError,
+            "the cache must have 2 heads of 8, found shape",
+        ),
+    ],
+)
+def test_a_cache_of_another_model_raises_by_name(options, error, message):
+    cache = HybridLM(make_config("gated_delta_net"), rngs=nnx.Rngs(0)).init_cache(B, SIZE)
+    other = HybridLM(make_config("gated_delta_net", **options), rngs=nnx.Rngs(0))
+    with pytest.raises(error, match=message):
+        other.step(jnp.zeros(B, jnp.int32), cache)
+
+
+def test_numpy_leaves_of_a_restored_cache():
+    """Checkpoints are often read back as NumPy arrays."""
+    model = HybridLM(make_config("gated_delta_net", max_tokens=3), rngs=nnx.Rngs(0))
+    tokens = random_tokens(B, 3)
+    on_host = functools.partial(jax.tree.map, np.asarray)
+
+    def run(read_back):
+        logits, cache = model.prefill(tokens, read_back(model.init_cache(B, SIZE)))
+        other, cache = model.step(tokens[:, 0], read_back(cache))
+        more, cache = model.verify(tokens, read_back(cache))
+        cache = model.commit(read_back(cache), 2)
+        cache = model.insert(read_back(cache), jnp.arange(B), read_back(cache))
+        return logits, other, more, model.take(read_back(cache), jnp.arange(B))
+
+    chex.assert_trees_all_equal(run(on_host), run(lambda cache: cache))

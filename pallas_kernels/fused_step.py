@@ -643,7 +643,7 @@ class Step(Fold):
     def sum_scores(self, firsts: list[int]) -> None:
         """The same by sums over channels, of 16 keys from each of `firsts` on."""
         p, sm = self.p, self.sm
-        in_pairs = p.num_tokens == 1 and p.num_columns == 2
+        in_pairs = p.channel and p.num_tokens == 1 and p.num_columns == 2
         layout = system_rows(p.key_dim) if in_pairs else self.block
         keys = {}
         for first in firsts:
@@ -665,7 +665,7 @@ class Step(Fold):
         def score(c: int, first: int) -> jax.Array:
             return jnp.sum(keys[first] * column(c, first), axis=1)
 
-        if in_pairs:  # fewer loads of columns, for more lanes that share a sum
+        if in_pairs:  # fewer loads of columns, which are float32, for more lanes that share a sum
             for first, of_block in keys.items():
                 pairs = [(of_block, column(c, first)) for c in range(2)]
                 scores = dot_pairs(pairs, layout, interpret=self.mode.interpret)

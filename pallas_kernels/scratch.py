@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     copy: Any = None  # read copy: its tiles in flight
     encoded: Any = None  # read copy: a tile of the new one
     scale: Any = None  # 8-bit read copy: for each state row
-    amax: Any = None  # the same of a tile: the largest magnitude, of some channels each
+    amax: Any = None  # 8-bit read copy: for each row of a tile, of each part of its channels
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
     solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records

@@ -105,7 +105,7 @@ class Solve(Program):
             self.make_system()
         self.meet()  # all threads have read the window
         self.invert()
-        self.meet()
+        self.meet()  # other threads split what one has made
         self.split_inverse()
         if p.channel:
             self.make_solve_keys()  # in the place of the system

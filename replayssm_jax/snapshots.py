@@ -50,7 +50,7 @@ class Snapshots:
         where = True if where is True else self._rows("where", where, jnp.bool)
         slots = jnp.where(where, position % size, size)
         rows = jnp.arange(position.shape[0], dtype=jnp.int32)
-        return Snapshots(self.states.at[rows, slots].set(state, mode="drop"))
+        return Snapshots(jnp.asarray(self.states).at[rows, slots].set(state, mode="drop"))
 
     def _rows(self, name: str, value: Any, dtype: Any) -> jax.Array:
         return check_array(name, value, self.states.shape[:1], dtype)

@@ -733,14 +733,15 @@ def test_a_cache_of_another_model_raises_by_name(options, error, message):
         other.step(jnp.zeros(B, jnp.int32), cache)
 
 
-def test_numpy_leaves_of_a_restored_cache():
+@pytest.mark.parametrize("how", ["replay", "snapshot"])
+def test_numpy_leaves_of_a_restored_cache(how):
     """Checkpoints are often read back as NumPy arrays."""
     model = HybridLM(make_config("gated_delta_net", max_tokens=3), rngs=nnx.Rngs(0))
     tokens = random_tokens(B, 3)
     on_host = functools.partial(jax.tree.map, np.asarray)
 
     def run(read_back):
-        logits, cache = model.prefill(tokens, read_back(model.init_cache(B, SIZE)))
+        logits, cache = model.prefill(tokens, read_back(model.init_cache(B, SIZE, decode=how)))
         other, cache = model.step(tokens[:, 0], read_back(cache))
         more, cache = model.verify(tokens, read_back(cache))
         cache = model.commit(read_back(cache), 2)

@@ -52,7 +52,7 @@ class Scratch(NamedTuple):
     copy: Any = None  # read copy: its tiles in flight
     encoded: Any = None  # read copy: a tile of the new one
     scale: Any = None  # 8-bit read copy: for each state row
-    amax: Any = None  # 8-bit read copy: for each row of a tile, of each part of its channels
+    amax: Any = None  # 8-bit read copy: largest magnitude in a tile's rows, in parts of channels
     # Read copy under the delta rule, to solve for updates again:
     solve_beta: Any = None  # of each record, for each head
     solve_gate: Any = None  # scalar decay, head by head: SINCE and WEIGHT of the records
@@ -149,8 +149,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         uses = [reads]
         if mode.fold:
             encoded = Group(encoded=sm((TILE, n), p.read_dtype, transforms=copy))
-            beside = _solve_arrays(p, c) if p.solves_again else [Group()]
-            uses = [*(state | arrays for arrays in beside), encoded, reads]
+            solved = _solve_arrays(p, c) if p.solves_again else [Group()]
+            uses = [*(state | arrays for arrays in solved), encoded, reads]
             if p.solves_again:
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
@@ -197,7 +197,11 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
 
 
 def _solve_arrays(p: Problem, c: Config) -> list[Group]:
-    """What a solve has, one after the other in the same place."""
+    """What a solve has, in the same place.
+
+    The inverse comes first, larger than in float32: that is made in its place out of the system,
+    which lies behind and stays.
+    """
     sm, window = plgpu.SMEM, p.padded_window
     # Rows of operands lie in different banks.
     inverse = Group(inverse=sm((c.heads, 3, window, window + 8), jnp.bfloat16))

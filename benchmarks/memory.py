@@ -139,9 +139,13 @@ def held_and_moved(spec: rs.ReplaySpec) -> tuple[float, float]:
         for field in dataclasses.fields(ring)
     }
     checkpoint, copy = nbytes(state.checkpoint), nbytes(state.read_copy)
-    raw = {"value", "beta"}
-    read = sum(size for name, size in record.items() if ring.update is None or name not in raw)
-    folded = sum(size for name, size in record.items() if ring.value is None or name != "update")
+    # Beside a copy, what only folds read, and what only steps do.
+    exact, cached = {"value", "beta"}, {"update", "read_log_decay"}
+    if ring.read_log_decay is not None:
+        exact.add("log_decay")
+    apart = ring.update is not None and ring.value is not None
+    read = sum(size for name, size in record.items() if not apart or name not in exact)
+    folded = sum(size for name, size in record.items() if not apart or name not in cached)
     window = spec.window
     moved = (window - 1) * (copy or checkpoint) + 2 * checkpoint + copy
     moved += read * window * (window - 1) // 2 + folded * window

@@ -82,7 +82,8 @@ class Ring(NamedTuple):
       key: [B, R, G, N].
       value: [B, R, H, P], additive rule, or where there is a read copy.
       beta: [B, R, H] float32, as `value`.
-      update: [B, R, H, P] float32, delta rule.
+      update: [B, R, H, P] `Problem.cached_dtype`, delta rule.
+      read_log_decay: [B, R, H, N] `Problem.cached_dtype`, where steps read others than folds.
     """
 
     log_decay: Any
@@ -90,6 +91,7 @@ class Ring(NamedTuple):
     value: Any
     beta: Any
     update: Any
+    read_log_decay: Any
 
 
 class Rows(NamedTuple):
@@ -228,17 +230,21 @@ class Step(Fold):
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         bar = sm.window_bar
         copies = [(lambda slots: ring.key.at[b, slots, self.group], sm.key, bar)]
-        if p.channel:
+        if p.channel and not p.reads_log_decays_apart:
             copies.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
         if not (p.solves_again or p.brings_records_late):
             copies.append(self.copy_of_records(bar))
-        assert len(copies) == p.window_copies  # or the barrier would not complete
-        apart = [self.copy_of_records(sm.record_bar)] if p.solves_again else []
-        if self.due is False:
-            copies, apart = [*copies, *apart], []
-        self.start_chunks(*copies)
-        if apart:  # a fold brings raw values itself
-            self.branch(lambda: None, lambda: self.start_chunks(*apart))
+        folds, reads = [*copies], [*copies]
+        if p.reads_log_decays_apart:
+            folds.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
+            read = (lambda slots: ring.read_log_decay.at[b, slots, self.head], sm.read_gate, bar)
+            reads.append(read)
+        assert len(folds) == p.window_copies  # or the barrier would not complete
+        if p.solves_again:  # a fold brings raw values itself
+            reads.append(self.copy_of_records(sm.record_bar))
+            self.branch(lambda: self.start_chunks(*folds), lambda: self.start_chunks(*reads))
+        else:
+            self.start_chunks(*copies)
 
     def copy_of_records(self, bar: Any) -> tuple[Callable[[Any], Any], Any, Any]:
         """The copy of the records, for `start_chunks`."""
@@ -376,28 +382,51 @@ class Step(Fold):
 
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
-        sm = self.sm
+        if self.p.reads_log_decays_apart:
+            folds, reads = self.sm.gate, self.sm.read_gate
+            self.branch(lambda: self.decay_keys_by(folds), lambda: self.decay_keys_by(reads))
+        else:
+            self.decay_keys_by(self.sm.gate)
 
-        def advance(block: list[int], since: jax.Array) -> jax.Array:
-            # All loads before the first store: the compiler cannot tell that they do not overlap.
-            decays = [load(sm.gate.at[j], self.channels) for j in block]
+    def decay_keys_by(self, gate: Any) -> None:
+        """The same by the log-decays at `gate`."""
+        p, sm = self.p, self.sm
+
+        def load_block(block: range) -> list[tuple[int, jax.Array, jax.Array]]:
+            """Records, with their keys and log-decays."""
+            decays = [load(gate.at[j], self.channels).astype(F32) for j in block]
             keys = [load(sm.key.at[j], self.channels).astype(F32) for j in block]
-            if is_replicated(self.p.key_dim):
-                self.meet()
-            for j, key, log in reversed([*zip(block, keys, decays, strict=True)]):
+            return [*zip(block, keys, decays, strict=True)]
+
+        def advance(found: Any, since: jax.Array) -> jax.Array:
+            for j, key, log in reversed(found):
                 store(sm.gate.at[j], key * self.exp(since, self.channels))
                 since = since + jnp.where(j < self.length, log, 0.0)
             return since
 
-        since = zeros((self.p.key_dim,), self.channels) + self.outrun
-        if self.p.packs_terms:  # live ones only
-            for first in reversed(range(0, self.p.window, CHUNK)):
-                chunk = [*range(first, min(first + CHUNK, self.p.window))]
-                more = functools.partial(advance, chunk)
+        # All loads before the first store: the compiler cannot tell that they do not overlap.
+        in_place = p.decays_keys_in_place(self.mode)
+        every = load_block(range(p.window)) if in_place else []
+        if in_place:
+            self.meet()
+
+        def advance_block(block: range, since: jax.Array) -> jax.Array:
+            if in_place:
+                return advance(every[block.start : block.stop], since)
+            found = load_block(block)
+            if is_replicated(p.key_dim):
+                self.meet()
+            return advance(found, since)
+
+        since = zeros((p.key_dim,), self.channels) + self.outrun
+        if p.packs_terms:  # live ones only
+            for first in reversed(range(0, p.window, CHUNK)):
+                chunk = range(first, min(first + CHUNK, p.window))
+                more = functools.partial(advance_block, chunk)
                 since = lax.cond(self.length > first, more, lambda since: since, since)
         else:
-            for first in reversed(blocks(self.p.padded_window)):
-                since = advance([*range(first, min(first + BLOCK, self.p.window))], since)
+            for first in reversed(blocks(p.padded_window)):
+                since = advance_block(range(first, min(first + BLOCK, p.window)), since)
         store(sm.total, jnp.exp(since))
 
     def make_columns(self) -> None:
@@ -413,7 +442,7 @@ class Step(Fold):
             window = jnp.where(self.due, 1.0, load(sm.total, self.channels))
         for t in range(p.num_tokens):
             if since is not None:
-                since = since + load(sm.g.at[t], self.channels)
+                since = since + self.new_decay(t, self.channels)
             for c in self.columns_of(t):
                 value = load(self.raw_column(c), self.channels).astype(F32)
                 if since is not None:
@@ -426,6 +455,11 @@ class Step(Fold):
                     for b, term in enumerate(terms):
                         at = (0, b * p.num_columns + c) if p.packs_terms else (b, c)
                         store(sm.operand.at[(*at, here)], term)
+
+    def new_decay(self, t: int, layout: Any) -> jax.Array:
+        """Channel decay: the log-decays of new token t, as later steps will read them."""
+        decay = load(self.sm.g.at[t], layout)
+        return decay.astype(self.p.cached_dtype).astype(F32)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -775,7 +809,7 @@ class Step(Fold):
                 for kind, column in enumerate(columns):
                     found.append((i, kind * p.token_rows + first, jnp.sum(column * key, axis=1)))
                 if i:
-                    decay = spread_rows(load(sm.g.at[i], layout.reduce(0)))
+                    decay = spread_rows(self.new_decay(i, layout.reduce(0)))
                     if i > first:
                         decay = jnp.where(index + first >= i, decay, 0.0)
                     since = decay if since is None else since + decay
@@ -853,7 +887,7 @@ class Step(Fold):
                 value = value - key[0]
                 for i in range(t):
                     value = value - updates[i] * pair(tokens + t, i)
-            updates.append(value * beta)
+            updates.append((value * beta).astype(p.cached_dtype).astype(F32))
             for i in range(t + 1):
                 query = query + updates[i] * pair(t, i)
             if self.mode.masked:
@@ -877,7 +911,7 @@ class Step(Fold):
         def _() -> None:
             slot = self.new_slot(t, folded)
             if p.delta:
-                store(self.rows_of(ring.update, b, slot), update)
+                store(self.rows_of(ring.update, b, slot), update.astype(p.cached_dtype))
             if value is not None:
                 store(self.rows_of(ring.value, b, slot), value)
             if not p.channel:
@@ -907,8 +941,11 @@ class Step(Fold):
 
             @leads(self.leads_head)
             def _() -> None:
-                kept = ring.log_decay.at[b, self.new_slot(t, folded), self.head]
-                store(kept, load(sm.g.at[t], self.channels))
+                slot, decay = self.new_slot(t, folded), load(sm.g.at[t], self.channels)
+                store(ring.log_decay.at[b, slot, self.head], decay)
+                if p.reads_log_decays_apart:
+                    kept = ring.read_log_decay.at[b, slot, self.head]
+                    store(kept, decay.astype(p.cached_dtype))
 
     def new_slot(self, t: int, folded: Any) -> jax.Array:
         """Slot of new token t: behind the committed records, or where a window may start."""

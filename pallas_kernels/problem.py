@@ -38,6 +38,8 @@ class Problem:
       key_dtype: of q, k and the key ring.
       value_dtype: of v, the value ring and the output.
       read_dtype: None where steps read the checkpoint, or the dtype of its low-precision copy.
+      cached_dtype: of the ring's updates, float32 or, beside a copy, bf16; then steps have
+        log-decays with channels in it, too.
     """
 
     batch: int
@@ -53,6 +55,7 @@ class Problem:
     key_dtype: Any
     value_dtype: Any
     read_dtype: Any = None
+    cached_dtype: Any = jnp.float32
 
     @property
     def heads_per_group(self) -> int:
@@ -158,7 +161,16 @@ class Problem:
     @property
     def record_dtype(self) -> Any:
         """Of the ring that a fold weighs: updates (delta rule) or values."""
-        return jnp.dtype(jnp.float32) if self.delta else self.value_dtype
+        return self.cached_dtype if self.delta else self.value_dtype
+
+    @property
+    def reads_log_decays_apart(self) -> bool:
+        """Whether steps read other log-decays than folds."""
+        return self.channel and self.cached_dtype != jnp.float32
+
+    def decays_keys_in_place(self, mode: Mode) -> bool:
+        """Whether decayed keys take the place of the keys as well: where no fold takes those."""
+        return self.reads_log_decays_apart and not mode.fold
 
     @property
     def keeps_raw_values(self) -> bool:

@@ -129,5 +129,6 @@ def _run(
         key_dtype=ring.key.dtype,
         value_dtype=jnp.dtype(jnp.float32) if values is None else values.dtype,
         read_dtype=None if copy is None else jnp.dtype(copy.values.dtype),
+        cached_dtype=jnp.dtype(jnp.float32) if ring.update is None else ring.update.dtype,
     )
     return launch(problem, mode, checkpoint, ring, rows, inputs, copy=copy)

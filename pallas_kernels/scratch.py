@@ -33,6 +33,7 @@ class Scratch(NamedTuple):
     key: Any = None  # keys of the window
     record: Any = None  # updates or values of the window
     gate: Any = None  # channel decay: log-decays of the window, then its decayed keys
+    read_gate: Any = None  # beside a copy: rounded log-decays of the window
     q: Any = None
     k: Any = None
     v: Any = None
@@ -115,6 +116,12 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     column = sm((p.num_columns, n), F32)
     read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
     keys = [Group(gate=gate, key=key) if channel else Group(key=key)]
+    if reads_copy and p.reads_log_decays_apart:
+        read_gate = sm((window, n), p.cached_dtype)
+        if p.decays_keys_in_place(mode):
+            keys = [Group(read_gate=read_gate, key=key), Group(gate=gate)]
+        else:
+            keys[0]["read_gate"] = read_gate
     if mode.fold and (mode.wgmma or p.key_terms > 1):
         if several and channel:
             # Keys give way to the columns of several tokens once they are decayed. The one token's

@@ -348,11 +348,14 @@ def _verify(
     pointer = state.pointer
     valid = leading(lengths, num_tokens)
     tokens = as_tokens(spec, inputs, valid, parents)
+    if spec.reads_log_decays_apart:  # as later steps will
+        log_decay = tokens.log_decay.astype(spec.cached_dtype).astype(spec.compute_dtype)
+        tokens = tokens._replace(log_decay=log_decay)
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
     source = state.checkpoint if state.read_copy is None else state.read_copy
     key_reads, query_reads = window.read_past(spec, source, pointer.fresh, past, tokens, pairs)
-    update = window.solve_updates(spec, tokens, pairs, key_reads)
+    update = window.solve_updates(spec, tokens, pairs, key_reads, cached=True)
     output = window.evaluate(spec, pairs, update, query_reads)
     if valid is not None:  # not by the zeros of their q: a state may hold NaN
         output = jnp.where(valid[:, :, None, None], output, 0)
@@ -510,6 +513,7 @@ def _append(
     def write(ring: jax.Array | None, new: jax.Array) -> jax.Array | None:
         if ring is None:
             return None
+        new = new.astype(ring.dtype)  # of inputs it is the same
         if num_tokens == 1 and not pointer.is_ragged:
             return jax.lax.dynamic_update_slice_in_dim(ring, new, slots[0, 0], axis=1)
         dtype = ring.dtype
@@ -530,6 +534,7 @@ def _append(
         value=write(buffer.value, inputs.v),
         beta=write(buffer.beta, inputs.beta),
         update=write(buffer.update, update),
+        read_log_decay=write(buffer.read_log_decay, inputs.g),
     )
 
 

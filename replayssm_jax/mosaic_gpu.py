@@ -139,4 +139,5 @@ def problem_of(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
         key_dtype=spec.key_dtype,
         value_dtype=spec.value_dtype,
         read_dtype=spec.read_dtype,
+        cached_dtype=spec.cached_dtype,
     )

@@ -219,6 +219,16 @@ class ReplaySpec:
         return jnp.dtype(jnp.float32) if self.is_rounded else self.state_dtype
 
     @property
+    def cached_dtype(self) -> np.dtype:
+        """Dtype of what the ring has for steps alone, and no fold takes: updates, log-decays.
+
+        bfloat16 beside a read copy that is no more accurate than that, else the compute dtype.
+        """
+        copy = self.read_dtype
+        rounds = self.rule == "delta" and copy is not None and copy != jnp.float16
+        return jnp.dtype(jnp.bfloat16) if rounds else self.compute_dtype
+
+    @property
     def is_rounded(self) -> bool:
         """Whether the checkpoint is in a low-precision format."""
         return self.state_dtype in FORMATS
@@ -237,6 +247,11 @@ class ReplaySpec:
     def keeps_raw_values(self) -> bool:
         """Whether the ring records v and beta: always, unless the fold can use cached updates."""
         return self.rule == "additive" or self.read_dtype is not None
+
+    @property
+    def reads_log_decays_apart(self) -> bool:
+        """Whether the ring has log-decays for steps alone, rounded as updates: with channels."""
+        return self.decay == "channel" and self.cached_dtype != self.compute_dtype
 
     def state_shape(self, batch_size: int) -> tuple[int, int, int, int]:
         """Shape [B, H, P, N] of the recurrent state."""

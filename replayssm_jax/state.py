@@ -82,7 +82,10 @@ class InputBuffer:
       key: [B, R, G, N], `spec.key_dtype`.
       value: [B, R, H, P], `spec.value_dtype`; None where the fold uses cached updates.
       beta: [B, R, H], compute dtype; None where `value` is.
-      update: [B, R, H, P], compute dtype, u of the delta rule; None under the additive rule.
+      update: [B, R, H, P], `spec.cached_dtype`, u of the delta rule as steps found it; None under
+        the additive rule.
+      read_log_decay: [B, R, H, N], `spec.cached_dtype`, what steps read in place of `log_decay`;
+        None where that has no channels, or has the same dtype.
     """
 
     log_decay: jax.Array
@@ -90,6 +93,7 @@ class InputBuffer:
     value: jax.Array | None
     beta: jax.Array | None
     update: jax.Array | None
+    read_log_decay: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -227,16 +231,20 @@ def _buffer_shapes(spec: ReplaySpec, batch_size: int) -> dict[str, jax.ShapeDtyp
     slots = (batch_size, spec.capacity)
     heads = (*slots, spec.num_heads)
     gate = jax.ShapeDtypeStruct(heads, spec.compute_dtype)
+    channels = (*heads, spec.key_dim)
     raw = spec.keeps_raw_values
     return {
         "log_decay": gate
         if spec.decay == "scalar"
-        else jax.ShapeDtypeStruct((*heads, spec.key_dim), spec.compute_dtype),
+        else jax.ShapeDtypeStruct(channels, spec.compute_dtype),
         "key": jax.ShapeDtypeStruct((*slots, spec.num_groups, spec.key_dim), spec.key_dtype),
         "value": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.value_dtype) if raw else None,
         "beta": gate if raw else None,
-        "update": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.compute_dtype)
+        "update": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.cached_dtype)
         if spec.rule == "delta"
+        else None,
+        "read_log_decay": jax.ShapeDtypeStruct(channels, spec.cached_dtype)
+        if spec.reads_log_decays_apart
         else None,
     }
 
@@ -459,8 +467,11 @@ def committed_records(
     neither outputs nor a checkpoint go on without the lost ones.
     """
     ring = _in_order(spec, buffer, start, length)
-    update = ring.update
-    if update is None:
+    if ring.read_log_decay is not None:
+        ring = dataclasses.replace(ring, log_decay=ring.read_log_decay.astype(spec.compute_dtype))
+    if ring.update is not None:
+        update = ring.update.astype(spec.compute_dtype)
+    else:
         assert ring.value is not None and ring.beta is not None
         update = ring.beta[..., None] * ring.value.astype(spec.compute_dtype)
     return _as_records(spec, ring, update, length)

@@ -213,7 +213,12 @@ def _past_scores(spec: ReplaySpec, past: Records, columns: jax.Array) -> jax.Arr
 
 
 def solve_updates(
-    spec: ReplaySpec, tokens: Tokens, pairs: Pairs, key_reads: jax.Array | None
+    spec: ReplaySpec,
+    tokens: Tokens,
+    pairs: Pairs,
+    key_reads: jax.Array | None,
+    *,
+    cached: bool = False,
 ) -> jax.Array:
     """u of the new tokens: beta v, or under the delta rule the solution of the triangular system
 
@@ -226,6 +231,7 @@ def solve_updates(
       tokens: the new tokens.
       pairs: `relate(spec, tokens)`.
       key_reads: [B, T, H, P], base, from `read_past`; None under the additive rule.
+      cached: round each to `spec.cached_dtype` before another one reads it, as steps do.
 
     Returns:
       [B, T, H, P], compute dtype.
@@ -239,9 +245,21 @@ def solve_updates(
         # The outputs show that a state has overflowed. Here zeros of the system would not stop it
         # at a reset.
         rhs = jnp.where(jnp.isfinite(key_reads), rhs, 0)
+    dtype = spec.cached_dtype if cached else spec.compute_dtype
     if pairs.key_scores is None:
-        return rhs
-    system = jnp.moveaxis(pairs.key_scores * tokens.beta[:, :, None], 3, 1)
+        return rhs.astype(dtype).astype(spec.compute_dtype)
+    system = pairs.key_scores * tokens.beta[:, :, None]
+    if dtype != spec.compute_dtype:
+
+        def solve_one(i: jax.Array, found: jax.Array) -> jax.Array:
+            row, rest = (jax.lax.dynamic_index_in_dim(x, i, 1, False) for x in (system, rhs))
+            update = rest - _einsum(spec, "bjh,bjhp->bhp", row, found)
+            update = update.astype(dtype).astype(spec.compute_dtype)
+            return jax.lax.dynamic_update_index_in_dim(found, update, i, 1)
+
+        solved: jax.Array = jax.lax.fori_loop(0, rhs.shape[1], solve_one, jnp.zeros_like(rhs))
+        return solved
+    system = jnp.moveaxis(system, 3, 1)
     solution = jax.lax.linalg.triangular_solve(
         system, jnp.moveaxis(rhs, 2, 1), left_side=True, lower=True, unit_diagonal=True
     )

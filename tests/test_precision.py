@@ -298,6 +298,47 @@ def test_step_is_verify_and_commit_with_a_copy(copied):
         chex.assert_trees_all_equal((output, stepped), (drafted, verified))
 
 
+@pytest.mark.parametrize("family", ["gated_delta_net", "kda"])
+def test_drafts_are_steps_with_a_copy(family):
+    """Both round what later steps read before they read it themselves."""
+    spec = make_spec(family, **COPIED)
+    inputs = random_inputs(spec, 2, 11)
+    _, state = prefill(spec, rs.init_state(spec, 2), tokens(inputs, 0, 5))
+    _, state = step(spec, state, tokens(inputs, 5, 6))
+    drafts, drafted = verify(spec, state, tokens(inputs, 6, 10))
+    drafted = rs.commit(spec, drafted, 4)
+    outputs = []
+    for t in range(6, 10):
+        output, state = step(spec, state, tokens(inputs, t, t + 1))
+        outputs.append(output)
+    # An update on the edge between two bf16 values may become the other one.
+    assert_close(drafts, jnp.concatenate(outputs, axis=1), 1e-4)
+    assert_close(drafted.buffer.update, state.buffer.update, 1e-4)
+    last = tokens(inputs, 10, 11)
+    assert_close(step(spec, drafted, last)[0], step(spec, state, last)[0], 1e-4)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta_net", "kda", "gla"])
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_what_the_ring_has_for_steps_alone(family, name):
+    """16 bits beside a copy that has no more than eight bits of a value; folds read float32."""
+    spec = make_spec(family, read_dtype=name)
+    inputs = random_inputs(spec, 1, 1)
+    ring = step(spec, rs.init_state(spec, 1), inputs)[1].buffer
+    narrow = name not in (None, "float16")
+    assert ring.log_decay.dtype == jnp.float32
+    assert jnp.array_equal(ring.log_decay[:, :1], inputs.g)
+    if spec.rule == "additive":
+        assert ring.update is None
+        assert ring.read_log_decay is None
+        return
+    assert ring.update.dtype == (jnp.bfloat16 if narrow else jnp.float32)
+    if narrow and spec.decay == "channel":
+        assert jnp.array_equal(ring.read_log_decay[:, :1], inputs.g.astype(jnp.bfloat16))
+    else:
+        assert ring.read_log_decay is None
+
+
 def test_output_only_steps_do_not_look_at_the_checkpoint(copied):
     """NaN in all of it changes nothing up to the step that flushes."""
     spec, state, inputs = copied
@@ -703,7 +744,7 @@ def test_rounding_keys_are_checked():
 
 
 def test_a_float64_checkpoint_with_a_copy():
-    """Reference runs may have copies as well; records stay float64."""
+    """Reference runs may have copies as well; what is folded stays float64."""
     with jax.enable_x64(True):
         wide = dict.fromkeys(("state_dtype", "key_dtype", "value_dtype"), jnp.float64)
         spec = make_spec("gated_delta_net", window=2, read_dtype="int8", **wide)

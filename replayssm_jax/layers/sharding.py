@@ -16,7 +16,10 @@ from jax.sharding import Mesh, PartitionSpec
 # Where each cached or recorded array has its heads; the batch always comes first.
 _HEADS_SECOND = frozenset({"checkpoint", "read_copy", "state", "values", "scale", "rounding_key"})
 _HEADS_THIRD = frozenset(
-    {"log_decay", "key", "value", "beta", "update", "states", "history", "q", "k", "v", "g"}
+    {
+        *("log_decay", "read_log_decay", "key", "value", "beta", "update"),
+        *("states", "history", "q", "k", "v", "g"),
+    }
 )
 
 

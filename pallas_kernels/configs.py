@@ -49,7 +49,13 @@ def choose(problem: Problem, mode: Mode) -> Config | None:
 
 
 def completed(problem: Problem, config: Config) -> Config:
-    """The cut with what follows from it and the problem."""
+    """The cut with what follows from it and the problem.
+
+    Raises:
+      ValueError: more than one state tile in flight beside a copy, whose new tile takes its place.
+    """
+    if problem.read_dtype is not None and config.stages > 1:
+        raise ValueError(f"stages must be 1 beside a read copy, found {config.stages}")
     # Parts of a tile fit in the registers of more programs; where few run, they only take longer.
     n = problem.key_dim
     filled = problem.batch * programs_per_row(problem, config) >= FILLED
@@ -61,7 +67,7 @@ def completed(problem: Problem, config: Config) -> Config:
 def _choose(problem: Problem, mode: Mode) -> Config | None:
     def fits(config: Config) -> int:
         """Programs on a multiprocessor, by their shared memory."""
-        return _SHARED // (shared_bytes(problem, config, mode) + _TAKEN)
+        return _SHARED // (_shared_bytes(problem, config, mode) + _TAKEN)
 
     def programs(config: Config) -> int:
         return problem.batch * programs_per_row(problem, config)
@@ -113,6 +119,10 @@ def _choose(problem: Problem, mode: Mode) -> Config | None:
     return wide[-1][1]
 
 
+def _shared_bytes(problem: Problem, config: Config, mode: Mode) -> int:
+    return shared_bytes(problem, completed(problem, config), mode)
+
+
 def why_not(problem: Problem, mode: Mode) -> str | None:
     """Why there is no kernel for a problem; None where there is one."""
     p = problem
@@ -138,7 +148,7 @@ def why_not(problem: Problem, mode: Mode) -> str | None:
         )
     if choose(p, mode) is None:
         cuts = [dataclasses.replace(c, stages=1, copies=min(1, c.copies)) for c in configs(p)]
-        least = min(shared_bytes(p, cut, mode) for cut in cuts)
+        least = min(_shared_bytes(p, cut, mode) for cut in cuts)
         return (
             f"a program would need {least} bytes of shared memory for window={p.window}, "
             f"{p.num_tokens} tokens, key_dim={p.key_dim}, value_dim={p.value_dim} and "

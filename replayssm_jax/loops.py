@@ -58,7 +58,7 @@ def scan_steps(
 
     Raises:
       TypeError: a length or window that is no int known while tracing, xs without a leading axis,
-        an `f` that returns anything but a pair.
+        an `f` that returns anything but a pair, or a carry of another tree, shape or dtype.
       ValueError: no length, lengths that differ, no ReplayState in the carry, a window too large.
     """
     window = _check_window(init, window)
@@ -88,7 +88,7 @@ def scan_steps(
         carry, ys = run_window(carry, tail, rest)
         parts.append(ys)
     if not parts:
-        return jax.lax.scan(f, init, xs, 0)
+        return jax.lax.scan(_in_phase(f, Phase(True, window)), carry, xs, 0)
     return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *parts)
 
 
@@ -112,17 +112,22 @@ def while_loop(
       window: steps between two flushes, at most the window of every spec in the carry.
 
     Raises:
-      TypeError: a window that is no int.
+      TypeError: a window that is no int, a body that returns a carry of another tree, shape or
+        dtype.
       ValueError: no ReplayState in the carry, a window too large.
     """
     window = _check_window(init_val, window)
 
-    def step(carry: Carry, _: None) -> tuple[Carry, None]:
-        return body_fun(carry), None
+    def in_phase(flush: bool) -> Callable[[Carry, None], tuple[Carry, None]]:
+        def step(carry: Carry, _: None) -> tuple[Carry, None]:
+            found = body_fun(set_phase(carry, Phase(flush, window)))
+            return _same_carry("body_fun", carry, set_phase(found, None)), None
+
+        return step
 
     def run_window(carry: Carry) -> Carry:
-        carry, _ = _in_phase(step, Phase(True, window))(carry, None)
-        carry, _ = jax.lax.scan(_in_phase(step, Phase(False, window)), carry, None, window - 1)
+        carry, _ = in_phase(True)(carry, None)
+        carry, _ = jax.lax.scan(in_phase(False), carry, None, window - 1)
         return carry
 
     return jax.lax.while_loop(cond_fun, run_window, init_val)
@@ -150,10 +155,29 @@ def _in_phase(
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             parts = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
             raise TypeError(f"f must return (carry, y), found {type(found).__name__}{parts}")
-        carry, y = found
-        return set_phase(carry, None), set_phase(y, None)
+        after, y = found
+        return _same_carry("f", carry, set_phase(after, None)), set_phase(y, None)
 
     return wrapped
+
+
+def _same_carry(name: str, given: Carry, found: Carry) -> Carry:
+    """`found`, if it is a carry like `given`."""
+
+    def check(what: Any, wanted: Any, place: str = "") -> None:
+        if what != wanted:
+            at = f" at {place}" if place else ""
+            raise TypeError(f"{name} must return a carry like its own{at}: {wanted}, found {what}")
+
+    def check_leaf(path: Any, found: Any, given: Any) -> None:
+        place = jax.tree_util.keystr(path)
+        check(jnp.shape(found), jnp.shape(given), place)
+        if not getattr(given, "weak_type", False):  # which a scan promotes
+            check(jnp.result_type(found), jnp.result_type(given), place)
+
+    check(jax.tree.structure(found), jax.tree.structure(given))
+    jax.tree_util.tree_map_with_path(check_leaf, found, given)
+    return found
 
 
 def _num_steps(xs: Any, length: int | None) -> int:

@@ -953,6 +953,40 @@ def steps(s, state="scalar", **keywords):
                 r"f must return \(carry, y\), found tuple of 3",
             ),
             (
+                "a body that forgets y beside a carry of two",
+                lambda s: rs.scan_steps(lambda c, x: c, (s.scalar, 0), length=3, window=5),
+                TypeError,
+                "f must return a carry like its own: PyTreeDef.*, found PyTreeDef",
+            ),
+            (
+                "a carry of another shape, in less than a window",
+                lambda s: rs.scan_steps(
+                    lambda c, x: ((c[0], c[1][:1]), x), (s.scalar, jnp.zeros(3)), length=3, window=5
+                ),
+                TypeError,
+                r"f must return a carry like its own at \[1\]: \(3,\), found \(1,\)",
+            ),
+            (
+                "a carry of another dtype, in less than a window",
+                lambda s: rs.scan_steps(
+                    lambda c, x: ((c[0], c[1] > 0), x), (s.scalar, jnp.zeros(3)), length=3, window=5
+                ),
+                TypeError,
+                r"f must return a carry like its own at \[1\]: float32, found bool",
+            ),
+            (
+                "a body of no steps that returns its state alone",
+                lambda s: rs.scan_steps(lambda c, x: c, s.scalar, length=0, window=5),
+                TypeError,
+                r"f must return \(carry, y\), found ReplayState",
+            ),
+            (
+                "a body of a while loop that returns a y",
+                lambda s: rs.while_loop(lambda c: True, lambda c: (c, None), s.scalar, window=5),
+                TypeError,
+                "body_fun must return a carry like its own: PyTreeDef.*, found PyTreeDef",
+            ),
+            (
                 "no length",
                 lambda s: rs.scan_steps(lambda c, x: (c, None), s.scalar),
                 ValueError,

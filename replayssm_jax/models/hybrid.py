@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -408,17 +409,32 @@ class HybridLM(nnx.Module):
           TypeError, ValueError: another dtype or shape, or rows that move together.
         """
         check_cache(cache)
+        self._check_layers(cache)
         where = cache.progress.flags(where)
         pointer = cache.pointer
         if pointer is not None:
-            mixers = (mixer for block in self.blocks for mixer in block.mixers)
-            spec = next(mixer.spec for mixer in mixers if isinstance(mixer, ReplayMixer))
+            spec = next(mixer.spec for mixer in self._replay_mixers())
             pointer = reset_pointer(spec, pointer, where)
         return HybridCache(reset_rows(cache.layers, where), pointer, cache.progress.reset(where))
 
-    def _rounds_states(self) -> bool:
+    def _replay_mixers(self) -> Iterator[ReplayMixer]:
         mixers = (mixer for block in self.blocks for mixer in block.mixers)
-        return any(isinstance(mixer, ReplayMixer) and mixer.spec.is_rounded for mixer in mixers)
+        return (mixer for mixer in mixers if isinstance(mixer, ReplayMixer))
+
+    def _rounds_states(self) -> bool:
+        return any(mixer.spec.is_rounded for mixer in self._replay_mixers())
+
+    def _check_layers(self, cache: HybridCache) -> None:
+        expected = sum(len(blocks) for blocks, *_ in self.segments())
+        if len(cache.layers) != expected:
+            raise ValueError(
+                f"the cache must have {expected} layers, found {len(cache.layers)}: was it made by "
+                "another model?"
+            )
+        if cache.pointer is not None and not any(self._replay_mixers()):
+            raise ValueError(
+                "the cache has replay layers, this model has none: was it made by another model?"
+            )
 
     def _verify(
         self, tokens: jax.Array, cache: HybridCache, lengths: jax.Array | None
@@ -431,12 +447,7 @@ class HybridLM(nnx.Module):
     def _run(
         self, tokens: jax.Array, cache: HybridCache, span: Span, mode: Mode
     ) -> tuple[jax.Array, tuple[Any, ...], Pointer | None]:
-        blocks_held = sum(len(blocks) for blocks, *_ in self.segments())
-        if len(cache.layers) != blocks_held:
-            raise ValueError(
-                f"the cache must have {blocks_held} layers, found {len(cache.layers)}: was it made "
-                "by another model?"
-            )
+        self._check_layers(cache)
         x = self.embeddings(tokens)
         layers: list[Any] = []
         pointer = cache.pointer

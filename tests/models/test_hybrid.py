@@ -502,6 +502,10 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="cannot insert rows of bfloat16 into float32"):
         other = model.init_cache(1, SIZE, jnp.bfloat16)
         model.insert(model.init_cache(B, SIZE), [0], other)
+    with pytest.raises(ValueError, match="one for all rows in the cache: make caches with ragged"):
+        model.insert(model.init_cache(B, SIZE, ragged=False), [0], model.init_cache(1, SIZE))
+    with pytest.raises(ValueError, match="one for all rows in other: make caches with ragged"):
+        model.insert(model.init_cache(B, SIZE), [0], model.init_cache(1, SIZE, ragged=False))
     with pytest.raises(ValueError, match="tokens have 3 rows, the cache 2"):
         model.step(tokens[:, 0], model.init_cache(2, SIZE))
     with pytest.raises(ValueError, match="the tokens need 5 positions, the cache holds 4"):
@@ -731,6 +735,18 @@ def test_a_cache_of_another_model_raises_by_name(options, error, message):
     other = HybridLM(make_config("gated_delta_net", **options), rngs=nnx.Rngs(0))
     with pytest.raises(error, match=message):
         other.step(jnp.zeros(B, jnp.int32), cache)
+
+
+def test_a_model_of_attention_alone_refuses_replay_layers():
+    cache = HybridLM(make_config("gated_delta_net"), rngs=nnx.Rngs(0)).init_cache(B, SIZE)
+    other = HybridLM(make_config("gated_delta_net", pattern="AA"), rngs=nnx.Rngs(0))
+    for call in (
+        lambda: other.step(jnp.zeros(B, jnp.int32), cache),
+        lambda: other.reset(cache, jnp.ones(B, bool)),
+        lambda: other.take(cache, jnp.arange(B)),
+    ):
+        with pytest.raises(ValueError, match="the cache has replay layers, this model has none"):
+            call()
 
 
 @pytest.mark.parametrize("how", ["replay", "snapshot"])

@@ -134,6 +134,12 @@ def check_read_copies(make, implementation, names):
         expected, wanted = run_with_copy(spec, "xla", inputs, initial)
         for output, right in zip(outputs, expected, strict=True):
             assert_close(output, right, seen, name=f"output, {name}")
+        rings = [dataclasses.replace(x.buffer, update=None) for x in (state, wanted)]
+        chex.assert_trees_all_equal(*rings)  # what came in, and log-decays as steps read them
+        if spec.rule == "delta":
+            updates = [x.buffer.update.astype(jnp.float32) for x in (state, wanted)]
+            chex.assert_trees_all_equal(*map(jnp.isnan, updates))  # dead slots
+            assert_close(*map(jnp.nan_to_num, updates), seen, name=f"updates, {name}")
         # Both fold twice in float32, of 64 records with updates that follow from each other.
         assert_close(state.checkpoint[0], wanted.checkpoint[0], 2e-6, name=f"checkpoint, {name}")
         found, right = (decode(x.read_copy, jnp.float32)[0] for x in (state, wanted))

@@ -83,7 +83,7 @@ class Ring(NamedTuple):
       value: [B, R, H, P], additive rule, or where there is a read copy.
       beta: [B, R, H] float32, as `value`.
       update: [B, R, H, P] `Problem.cached_dtype`, delta rule.
-      read_log_decay: [B, R, H, N] `Problem.cached_dtype`, where steps read others than folds.
+      read_log_decay: [B, R, H, N] `Problem.read_decay_dtype`, where steps read others than folds.
     """
 
     log_decay: Any
@@ -230,12 +230,12 @@ class Step(Fold):
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         bar = sm.window_bar
         copies = [(lambda slots: ring.key.at[b, slots, self.group], sm.key, bar)]
-        if p.channel and not p.reads_log_decays_apart:
+        if p.channel and p.read_decay_dtype is None:
             copies.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
         if not (p.solves_again or p.brings_records_late):
             copies.append(self.copy_of_records(bar))
         folds, reads = [*copies], [*copies]
-        if p.reads_log_decays_apart:
+        if p.read_decay_dtype is not None:
             folds.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
             read = (lambda slots: ring.read_log_decay.at[b, slots, self.head], sm.read_gate, bar)
             reads.append(read)
@@ -382,7 +382,7 @@ class Step(Fold):
 
     def decay_keys(self) -> None:
         """Channel decay: the window's keys as seen from its end, in place of its log-decays."""
-        if self.p.reads_log_decays_apart:
+        if self.p.read_decay_dtype is not None:
             folds, reads = self.sm.gate, self.sm.read_gate
             self.branch(lambda: self.decay_keys_by(folds), lambda: self.decay_keys_by(reads))
         else:
@@ -458,8 +458,12 @@ class Step(Fold):
 
     def new_decay(self, t: int, layout: Any) -> jax.Array:
         """Channel decay: the log-decays of new token t, as later steps will read them."""
-        decay = load(self.sm.g.at[t], layout)
-        return decay.astype(self.p.cached_dtype).astype(F32)
+        return self.read_decay(load(self.sm.g.at[t], layout)).astype(F32)
+
+    def read_decay(self, log: jax.Array) -> jax.Array:
+        """Log-decays by channel as the ring has them for steps."""
+        dtype = self.p.read_decay_dtype
+        return log if dtype is None else jnp.maximum(log, float(jnp.finfo(dtype).min)).astype(dtype)
 
     def columns_of(self, t: int) -> list[int]:
         """Columns that belong to new token t: its q, and its k under the delta rule."""
@@ -943,9 +947,8 @@ class Step(Fold):
             def _() -> None:
                 slot, decay = self.new_slot(t, folded), load(sm.g.at[t], self.channels)
                 store(ring.log_decay.at[b, slot, self.head], decay)
-                if p.reads_log_decays_apart:
-                    kept = ring.read_log_decay.at[b, slot, self.head]
-                    store(kept, decay.astype(p.cached_dtype))
+                if p.read_decay_dtype is not None:
+                    store(ring.read_log_decay.at[b, slot, self.head], self.read_decay(decay))
 
     def new_slot(self, t: int, folded: Any) -> jax.Array:
         """Slot of new token t: behind the committed records, or where a window may start."""

@@ -38,8 +38,8 @@ class Problem:
       key_dtype: of q, k and the key ring.
       value_dtype: of v, the value ring and the output.
       read_dtype: None where steps read the checkpoint, or the dtype of its low-precision copy.
-      cached_dtype: of the ring's updates, float32 or, beside a copy, bf16; then steps have
-        log-decays with channels in it, too.
+      cached_dtype: of the ring's updates, float32, or bf16 beside a copy.
+      read_decay_dtype: of log-decays for steps alone, fp16 beside a copy, or None.
     """
 
     batch: int
@@ -56,6 +56,7 @@ class Problem:
     value_dtype: Any
     read_dtype: Any = None
     cached_dtype: Any = jnp.float32
+    read_decay_dtype: Any = None
 
     @property
     def heads_per_group(self) -> int:
@@ -163,14 +164,9 @@ class Problem:
         """Of the ring that a fold weighs: updates (delta rule) or values."""
         return self.cached_dtype if self.delta else self.value_dtype
 
-    @property
-    def reads_log_decays_apart(self) -> bool:
-        """Whether steps read other log-decays than folds."""
-        return self.channel and self.cached_dtype != jnp.float32
-
     def decays_keys_in_place(self, mode: Mode) -> bool:
         """Whether decayed keys take the place of the keys as well: where no fold takes those."""
-        return self.reads_log_decays_apart and not mode.fold
+        return self.read_decay_dtype is not None and not mode.fold
 
     @property
     def keeps_raw_values(self) -> bool:

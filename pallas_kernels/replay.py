@@ -130,5 +130,6 @@ def _run(
         value_dtype=jnp.dtype(jnp.float32) if values is None else values.dtype,
         read_dtype=None if copy is None else jnp.dtype(copy.values.dtype),
         cached_dtype=jnp.dtype(jnp.float32) if ring.update is None else ring.update.dtype,
+        read_decay_dtype=None if ring.read_log_decay is None else ring.read_log_decay.dtype,
     )
     return launch(problem, mode, checkpoint, ring, rows, inputs, copy=copy)

@@ -116,8 +116,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     column = sm((p.num_columns, n), F32)
     read = sm((*rows, p.padded_columns) if several else (p.num_columns, *rows), F32)
     keys = [Group(gate=gate, key=key) if channel else Group(key=key)]
-    if reads_copy and p.reads_log_decays_apart:
-        read_gate = sm((window, n), p.cached_dtype)
+    if reads_copy and p.read_decay_dtype is not None:
+        read_gate = sm((window, n), p.read_decay_dtype)
         if p.decays_keys_in_place(mode):
             keys = [Group(read_gate=read_gate, key=key), Group(gate=gate)]
         else:

@@ -348,9 +348,7 @@ def _verify(
     pointer = state.pointer
     valid = leading(lengths, num_tokens)
     tokens = as_tokens(spec, inputs, valid, parents)
-    if spec.reads_log_decays_apart:  # as later steps will
-        log_decay = tokens.log_decay.astype(spec.cached_dtype).astype(spec.compute_dtype)
-        tokens = tokens._replace(log_decay=log_decay)
+    tokens = tokens._replace(log_decay=window.read_decays(spec, tokens.log_decay))
     past = committed_records(spec, state.buffer, pointer.start, pointer.length)
     pairs = window.relate(spec, tokens)
     source = state.checkpoint if state.read_copy is None else state.read_copy
@@ -534,7 +532,7 @@ def _append(
         value=write(buffer.value, inputs.v),
         beta=write(buffer.beta, inputs.beta),
         update=write(buffer.update, update),
-        read_log_decay=write(buffer.read_log_decay, inputs.g),
+        read_log_decay=write(buffer.read_log_decay, window.read_decays(spec, inputs.g)),
     )
 
 

@@ -140,4 +140,5 @@ def problem_of(spec: ReplaySpec, batch_size: int, num_tokens: int) -> Problem:
         value_dtype=spec.value_dtype,
         read_dtype=spec.read_dtype,
         cached_dtype=spec.cached_dtype,
+        read_decay_dtype=spec.read_decay_dtype,
     )

@@ -220,9 +220,10 @@ class ReplaySpec:
 
     @property
     def cached_dtype(self) -> np.dtype:
-        """Dtype of what the ring has for steps alone, and no fold takes: updates, log-decays.
+        """Dtype of the ring's updates under the delta rule.
 
-        bfloat16 beside a read copy that is no more accurate than that, else the compute dtype.
+        bfloat16 beside a read copy that is no more accurate than that, where they are for steps
+        alone and no fold takes them; else the compute dtype.
         """
         copy = self.read_dtype
         rounds = self.rule == "delta" and copy is not None and copy != jnp.float16
@@ -249,9 +250,14 @@ class ReplaySpec:
         return self.rule == "additive" or self.read_dtype is not None
 
     @property
-    def reads_log_decays_apart(self) -> bool:
-        """Whether the ring has log-decays for steps alone, rounded as updates: with channels."""
-        return self.decay == "channel" and self.cached_dtype != self.compute_dtype
+    def read_decay_dtype(self) -> np.dtype | None:
+        """Dtype of log-decays that are for steps alone, as such updates; None where there are none.
+
+        With a decay for each channel they are as wide as keys. float16 is nearer to them than
+        bfloat16, and lacks only those under which nothing is left.
+        """
+        apart = self.decay == "channel" and self.cached_dtype != self.compute_dtype
+        return jnp.dtype(jnp.float16) if apart else None
 
     def state_shape(self, batch_size: int) -> tuple[int, int, int, int]:
         """Shape [B, H, P, N] of the recurrent state."""

@@ -84,8 +84,8 @@ class InputBuffer:
       beta: [B, R, H], compute dtype; None where `value` is.
       update: [B, R, H, P], `spec.cached_dtype`, u of the delta rule as steps found it; None under
         the additive rule.
-      read_log_decay: [B, R, H, N], `spec.cached_dtype`, what steps read in place of `log_decay`;
-        None where that has no channels, or has the same dtype.
+      read_log_decay: [B, R, H, N], `spec.read_decay_dtype`, what steps read in place of
+        `log_decay`; None where they read that.
     """
 
     log_decay: jax.Array
@@ -243,9 +243,9 @@ def _buffer_shapes(spec: ReplaySpec, batch_size: int) -> dict[str, jax.ShapeDtyp
         "update": jax.ShapeDtypeStruct((*heads, spec.value_dim), spec.cached_dtype)
         if spec.rule == "delta"
         else None,
-        "read_log_decay": jax.ShapeDtypeStruct(channels, spec.cached_dtype)
-        if spec.reads_log_decays_apart
-        else None,
+        "read_log_decay": None
+        if spec.read_decay_dtype is None
+        else jax.ShapeDtypeStruct(channels, spec.read_decay_dtype),
     }
 
 

@@ -212,6 +212,19 @@ def _past_scores(spec: ReplaySpec, past: Records, columns: jax.Array) -> jax.Arr
     return jnp.repeat(scores, spec.heads_per_group, axis=3) * past.decay[:, None, :, :, 0]
 
 
+def read_decays(spec: ReplaySpec, log_decay: jax.Array) -> jax.Array:
+    """Log-decays as steps read them, in their own dtype: rounded to `spec.read_decay_dtype`."""
+    dtype = spec.read_decay_dtype
+    if dtype is None:
+        return log_decay
+    return _rounded(jnp.maximum(log_decay, float(jnp.finfo(dtype).min)), dtype)
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """x with the digits of a 16-bit dtype: XLA may leave out a cast there and back."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=jnp.finfo(dtype).nmant)
+
+
 def solve_updates(
     spec: ReplaySpec,
     tokens: Tokens,
@@ -245,16 +258,16 @@ def solve_updates(
         # The outputs show that a state has overflowed. Here zeros of the system would not stop it
         # at a reset.
         rhs = jnp.where(jnp.isfinite(key_reads), rhs, 0)
-    dtype = spec.cached_dtype if cached else spec.compute_dtype
+    rounds = cached and spec.cached_dtype != spec.compute_dtype
     if pairs.key_scores is None:
-        return rhs.astype(dtype).astype(spec.compute_dtype)
+        return _rounded(rhs, spec.cached_dtype) if rounds else rhs
     system = pairs.key_scores * tokens.beta[:, :, None]
-    if dtype != spec.compute_dtype:
+    if rounds:
 
         def solve_one(i: jax.Array, found: jax.Array) -> jax.Array:
             row, rest = (jax.lax.dynamic_index_in_dim(x, i, 1, False) for x in (system, rhs))
             update = rest - _einsum(spec, "bjh,bjhp->bhp", row, found)
-            update = update.astype(dtype).astype(spec.compute_dtype)
+            update = _rounded(update, spec.cached_dtype)
             return jax.lax.dynamic_update_index_in_dim(found, update, i, 1)
 
         solved: jax.Array = jax.lax.fori_loop(0, rhs.shape[1], solve_one, jnp.zeros_like(rhs))

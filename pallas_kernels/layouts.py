@@ -43,19 +43,21 @@ def record_rows(key_dim: int) -> Any:
 
 def system_rows(key_dim: int) -> Any:
     """[16, N] records: every lane of a warp has some of each of its four rows."""
-    lanes = 32 if key_dim % 32 == 0 else 16
-    vector = next(v for v in (4, 2, 1) if key_dim % (lanes * v) == 0)
-    idle: tuple[Any, ...] = (fa.Replicated(2),) if lanes == 16 else ()
-    width = lanes * vector
+    width, vector, idle = _over_a_warp(key_dim)
     return tiled(((16, width), (4, width), (1, width), (vector,)), (-7,), (*idle, -2))
 
 
 def token_rows(key_dim: int) -> Any:
     """[4 t, N] rows of tokens: a row lies in one warp."""
+    width, vector, idle = _over_a_warp(key_dim)
+    return tiled(((4, width), (1, width), (vector,)), (-5,), (*idle, -2))
+
+
+def _over_a_warp(key_dim: int) -> tuple[int, int, tuple[Any, ...]]:
+    """Of a row: elements of a whole warp and of a lane, and lanes that have what others have."""
     lanes = 32 if key_dim % 32 == 0 else 16
     vector = next(v for v in (4, 2, 1) if key_dim % (lanes * v) == 0)
-    idle: tuple[Any, ...] = (fa.Replicated(2),) if lanes == 16 else ()
-    return tiled(((4, lanes * vector), (1, lanes * vector), (vector,)), (-5,), (*idle, -2))
+    return lanes * vector, vector, (fa.Replicated(2),) if lanes == 16 else ()
 
 
 def operand_rows() -> Any:

@@ -332,21 +332,24 @@ def test_log_decays_are_rounded_and_stay_finite():
 @pytest.mark.parametrize("family", ["mamba2", "gated_delta_net", "kda", "gla"])
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_what_the_ring_has_for_steps_alone(family, name):
-    """16 bits beside a copy that has no more than eight bits of a value; folds read float32."""
+    """16 bits beside a copy that has no more than eight bits of a value."""
     spec = make_spec(family, read_dtype=name)
+    ring = jax.eval_shape(lambda: rs.init_state(spec, 1)).buffer
+    narrow = spec.rule == "delta" and name not in (None, "float16")
+    update, log_decay = ring.update, ring.read_log_decay
+    assert ring.log_decay.dtype == jnp.float32
+    assert (update is None) == (spec.rule == "additive")
+    assert update is None or update.dtype == (jnp.bfloat16 if narrow else jnp.float32)
+    assert (log_decay is None) != (narrow and spec.decay == "channel")
+    assert log_decay is None or log_decay.dtype == jnp.float16
+
+
+def test_flushes_have_log_decays_as_they_came():
+    spec = make_spec("kda", read_dtype="int8")
     inputs = random_inputs(spec, 1, 1)
     ring = step(spec, rs.init_state(spec, 1), inputs)[1].buffer
-    narrow = name not in (None, "float16")
-    assert ring.log_decay.dtype == jnp.float32
-    assert jnp.array_equal(ring.log_decay[:, :1], inputs.g)
-    if spec.rule == "additive":
-        assert (ring.update, ring.read_log_decay) == (None, None)
-        return
-    assert ring.update.dtype == (jnp.bfloat16 if narrow else jnp.float32)
-    if narrow and spec.decay == "channel":
-        assert jnp.array_equal(ring.read_log_decay[:, :1], inputs.g.astype(jnp.float16))
-    else:
-        assert ring.read_log_decay is None
+    np.testing.assert_array_equal(ring.log_decay[:, :1], inputs.g)
+    np.testing.assert_array_equal(ring.read_log_decay[:, :1], inputs.g.astype(jnp.float16))
 
 
 def test_output_only_steps_do_not_look_at_the_checkpoint(copied):

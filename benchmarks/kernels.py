@@ -189,8 +189,12 @@ def bytes_read(spec: rs.ReplaySpec, batch: int, tokens: int) -> int:
     value = jnp.dtype(spec.value_dtype).itemsize
     rows = spec.num_heads * spec.value_dim
     decay = 4 * spec.num_heads * spec.decay_dim
-    record = spec.num_groups * spec.key_dim * key + decay
-    record += rows * 4 if spec.rule == "delta" else rows * value + 4 * spec.num_heads
+    read_decay = decay if spec.read_decay_dtype is None else decay // 2
+    record = spec.num_groups * spec.key_dim * key + read_decay
+    if spec.rule == "delta":
+        record += rows * spec.cached_dtype.itemsize
+    else:
+        record += rows * value + 4 * spec.num_heads
     new = 2 * spec.num_groups * spec.key_dim * key + rows * value + decay + 4 * spec.num_heads
     state = rows * spec.key_dim * (spec.read_dtype or spec.state_dtype).itemsize
     return batch * (state + (spec.window - 1) * record // 2 + tokens * new)

@@ -32,7 +32,7 @@ class Scratch(NamedTuple):
     state: Any = None  # state tiles in flight
     key: Any = None  # keys of the window
     record: Any = None  # updates or values of the window
-    gate: Any = None  # channel decay: log-decays of the window, then its decayed keys
+    gate: Any = None  # channel decay: log-decays of the window, if not apart, then decayed keys
     read_gate: Any = None  # beside a copy: rounded log-decays of the window
     q: Any = None
     k: Any = None

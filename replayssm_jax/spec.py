@@ -148,7 +148,8 @@ class ReplaySpec:
       value_dtype: dtype of `v`, of the recorded values and of the outputs.
       read_dtype: None, or bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8: steps evaluate
         from a copy of the checkpoint in this format, and only flushes read the checkpoint, which
-        must be float32 or float64 and does not depend on the copy.
+        must be float32 or float64 and does not depend on the copy. Under the delta rule steps read
+        narrower records, too, but for float16: see `cached_dtype`.
       precision: matrix-product precision of the XLA path, as in `jax.lax.Precision`. "highest"
         keeps fp32 accuracy on every device; "default" is faster and looser (TF32 on NVIDIA GPUs).
     """
@@ -215,7 +216,7 @@ class ReplaySpec:
 
     @property
     def compute_dtype(self) -> np.dtype:
-        """Dtype of gates, updates and arithmetic: float32, or float64 with a float64 state."""
+        """Dtype of gates and arithmetic: float32, or float64 with a float64 state."""
         return jnp.dtype(jnp.float32) if self.is_rounded else self.state_dtype
 
     @property
@@ -253,8 +254,8 @@ class ReplaySpec:
     def read_decay_dtype(self) -> np.dtype | None:
         """Dtype of log-decays that are for steps alone, as such updates; None where there are none.
 
-        With a decay for each channel they are as wide as keys. float16 is nearer to them than
-        bfloat16, and lacks only those under which nothing is left.
+        With a decay for each channel they are as wide as keys. float16 is off by at most 2^-12 of
+        those that matter, or 2^-25, where bfloat16 is by 2^-9.
         """
         apart = self.decay == "channel" and self.cached_dtype != self.compute_dtype
         return jnp.dtype(jnp.float16) if apart else None

@@ -93,7 +93,7 @@ class InputBuffer:
     value: jax.Array | None
     beta: jax.Array | None
     update: jax.Array | None
-    read_log_decay: jax.Array | None
+    read_log_decay: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

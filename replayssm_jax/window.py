@@ -217,7 +217,10 @@ def read_decays(spec: ReplaySpec, log_decay: jax.Array) -> jax.Array:
     dtype = spec.read_decay_dtype
     if dtype is None:
         return log_decay
-    return _rounded(jnp.maximum(log_decay, float(jnp.finfo(dtype).min)), dtype)
+    info = jnp.finfo(dtype)
+    unit, normal = float(info.smallest_subnormal), float(info.smallest_normal)
+    clipped = jnp.maximum(log_decay, float(info.min))
+    return jnp.where(clipped > -normal, jnp.round(clipped / unit) * unit, _rounded(clipped, dtype))
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:

@@ -154,6 +154,42 @@ def check_read_copies(make, implementation, names):
         np.testing.assert_array_equal(checkpoint, checkpoints[0])
 
 
+def check_who_reads_what(spec, implementation):
+    """NaN in what folds alone read of the ring changes no step, nor what steps alone read a fold.
+
+    Args:
+      spec: of the delta rule with a read copy, a window of 4 and drafts of 2.
+      implementation: whose kernels.
+    """
+    kind = {"implementation": implementation}
+    verify = jax.jit(functools.partial(rs.verify, spec, **kind))
+    flush = jax.jit(functools.partial(rs.flush, spec, **kind))
+    inputs = random_inputs(spec, 2, 6)
+    state = rs.init_state(spec, 2, ragged=True)
+    _, state = verify(state, tokens(inputs, 0, 2))
+    state = rs.commit(spec, state, 2)
+
+    def spoil(state, *names):
+        ring = state.buffer
+        names = [name for name in names if getattr(ring, name) is not None]
+        rows = {name: jnp.full_like(getattr(ring, name), jnp.nan) for name in names}
+        return dataclasses.replace(state, buffer=dataclasses.replace(ring, **rows))
+
+    exact, cached = ["value", "beta"], ["update", "read_log_decay"]
+    if state.buffer.read_log_decay is not None:
+        exact.append("log_decay")
+    for n in (1, 2):
+        read = tokens(inputs, 2, 2 + n)
+        chex.assert_trees_all_equal(verify(state, read)[0], verify(spoil(state, *exact), read)[0])
+    _, state = verify(state, tokens(inputs, 2, 4))
+    state = rs.commit(spec, state, 2)
+    output, after = verify(state, tokens(inputs, 4, 6))
+    same, other = verify(spoil(state, *cached), tokens(inputs, 4, 6))
+    chex.assert_trees_all_equal((output, after.checkpoint), (same, other.checkpoint))
+    chex.assert_trees_all_equal(flush(state).checkpoint, flush(spoil(state, *cached)).checkpoint)
+    assert np.isfinite(output).all()
+
+
 def check_windowed_loop(spec, implementation):
     """Against XLA: steps of all rows, rows that idle, and rows that outrun their window.
 

@@ -14,6 +14,7 @@ from kernel_cases import (
     check_nan_row,
     check_read_copies,
     check_snapshots,
+    check_who_reads_what,
     check_windowed_loop,
     cut_as_for_large_batches,
 )
@@ -56,6 +57,11 @@ class TestMosaicGpu(KernelSuite):
     def test_drafts_with_a_read_copy(self, family):
         make = functools.partial(self.make_spec, family, window=5, max_tokens=2)
         check_read_copies(make, self.implementation, ["float16", "int8"])
+
+    @pytest.mark.parametrize("delta", ["gated_delta_net", "kda"])
+    def test_who_reads_what_of_the_ring(self, delta):
+        spec = self.make_spec(delta, window=4, max_tokens=2, read_dtype="int8")
+        check_who_reads_what(spec, self.implementation)
 
     @pytest.mark.parametrize("window", [32, 64])
     def test_longer_windows_with_a_read_copy(self, family, window):

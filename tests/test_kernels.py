@@ -15,6 +15,7 @@ from kernel_cases import (
     check_nan_row,
     check_read_copies,
     check_snapshots,
+    check_who_reads_what,
     check_windowed_loop,
     cut_as_for_large_batches,
 )
@@ -152,6 +153,13 @@ def test_read_copies_in_the_interpreter(family, max_tokens, names):
     make = functools.partial(make_spec, family, window=3, max_tokens=max_tokens, **dims)
     with dispatch.interpreted_kernels():
         check_read_copies(make, "mosaic_gpu", names)
+
+
+@pytest.mark.slow
+def test_who_reads_what_in_the_interpreter():
+    spec = make_spec("kda", read_dtype="int8", window=4, max_tokens=2, **SHAPES["kda"])
+    with dispatch.interpreted_kernels():
+        check_who_reads_what(spec, "mosaic_gpu")
 
 
 @pytest.mark.slow

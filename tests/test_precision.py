@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import check_who_reads_what
 from oracle import (
     assert_close,
     error,
@@ -321,7 +322,7 @@ def test_drafts_are_steps_with_a_copy(family):
 def test_log_decays_are_rounded_and_stay_finite():
     """By the default compiler, too, which may take a cast there and back for none."""
     spec = make_spec("kda", read_dtype="int8")
-    g = -np.exp(np.random.default_rng(0).uniform(-9, 11, 1000)).astype(np.float32)
+    g = -np.exp(np.random.default_rng(0).uniform(-18, 11, 3000)).astype(np.float32)
     g = np.append(g, np.float32(-1e30))
     found = jax.jit(lambda g: 2 * window.read_decays(spec, g))(g)
     np.testing.assert_array_equal(found, 2 * np.maximum(g, -65504).astype(np.float16).astype("f"))
@@ -344,12 +345,20 @@ def test_what_the_ring_has_for_steps_alone(family, name):
     assert log_decay is None or log_decay.dtype == jnp.float16
 
 
+@pytest.mark.parametrize("family", ["gated_delta_net", "kda"])
+def test_who_reads_what_of_the_ring(family):
+    check_who_reads_what(make_spec(family, read_dtype="int8", window=4, max_tokens=2), "xla")
+
+
 def test_flushes_have_log_decays_as_they_came():
     spec = make_spec("kda", read_dtype="int8")
     inputs = random_inputs(spec, 1, 1)
+    sizes = np.random.default_rng(0).uniform(-17, 12, inputs.g.shape)  # to either end of float16
+    inputs = dataclasses.replace(inputs, g=jnp.asarray(-np.exp(sizes), jnp.float32))
     ring = step(spec, rs.init_state(spec, 1), inputs)[1].buffer
     np.testing.assert_array_equal(ring.log_decay[:, :1], inputs.g)
-    np.testing.assert_array_equal(ring.read_log_decay[:, :1], inputs.g.astype(jnp.float16))
+    rounded = np.maximum(inputs.g, -65504).astype(np.float16)
+    np.testing.assert_array_equal(ring.read_log_decay[:, :1], rounded)
 
 
 def test_output_only_steps_do_not_look_at_the_checkpoint(copied):

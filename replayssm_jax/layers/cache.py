@@ -152,18 +152,15 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
         )
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        if not (x.ndim and new.ndim):
-            found = " and ".join(
-                name for name, a in (("the cache", x), ("other", new)) if not a.ndim
-            )
+        if not x.ndim:
             raise ValueError(
-                "insert needs caches whose rows have their own pointers, found one for all rows "
-                f"in {found}: make caches with ragged=True"
+                "insert needs a cache whose rows have their own pointers, found one for all rows: "
+                "make it with ragged=True"
             )
         if x.shape[1:] != new.shape[1:]:
             raise ValueError(
-                f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be ragged, "
-                "of the same model and of the same size"
+                f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be of "
+                "the same model and of the same size"
             )
         if x.dtype != new.dtype:
             raise ValueError(

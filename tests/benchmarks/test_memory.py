@@ -57,7 +57,7 @@ def test_what_a_layer_holds_and_moves():
     moved = 9 / 8 * 16384 + record * (8 * 9 / 2 / 8 + 1)
     assert memory.held_and_moved(spec) == pytest.approx((1 + 16 * record / 16384, moved / 16384))
     # Under the delta rule steps read cached updates, flushes raw values and betas; with a decay for
-    # each channel steps read log-decays in bf16, too.
+    # each channel steps read log-decays in fp16, too.
     spec = rs.ReplaySpec.kda(value_dim=64, key_dim=32, read_dtype="int8", **dims)
     copy, keys, raw, cached = 4096 + 4 * 128, 128, 256 + 256 + 8, 128 + 256
     held = 16384 + copy + 16 * (keys + raw + cached)

@@ -229,22 +229,26 @@ class Step(Fold):
         """Start the copies of the committed records."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         bar = sm.window_bar
-        copies = [(lambda slots: ring.key.at[b, slots, self.group], sm.key, bar)]
-        if p.channel and p.read_decay_dtype is None:
-            copies.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
-        if not (p.solves_again or p.brings_records_late):
-            copies.append(self.copy_of_records(bar))
-        folds, reads = [*copies], [*copies]
-        if p.read_decay_dtype is not None:
-            folds.append((lambda slots: ring.log_decay.at[b, slots, self.head], sm.gate, bar))
-            read = (lambda slots: ring.read_log_decay.at[b, slots, self.head], sm.read_gate, bar)
-            reads.append(read)
-        assert len(folds) == p.window_copies  # or the barrier would not complete
+
+        def copies(log_decay: Any, gate: Any, *records: Any) -> list[Any]:
+            found = [(lambda slots: ring.key.at[b, slots, self.group], sm.key, bar)]
+            if p.channel:
+                found.append((lambda slots: log_decay.at[b, slots, self.head], gate, bar))
+            found.extend(records)
+            # Or the barrier would not complete.
+            assert sum(one is bar for *_, one in found) == p.window_copies
+            return found
+
+        exact = ring.log_decay, sm.gate
         if p.solves_again:  # a fold brings raw values itself
-            reads.append(self.copy_of_records(sm.record_bar))
+            rounded = ring.read_log_decay, sm.read_gate
+            folds = copies(*exact)
+            records = self.copy_of_records(sm.record_bar)
+            reads = copies(*(exact if p.read_decay_dtype is None else rounded), records)
             self.branch(lambda: self.start_chunks(*folds), lambda: self.start_chunks(*reads))
         else:
-            self.start_chunks(*copies)
+            records = [] if p.brings_records_late else [self.copy_of_records(bar)]
+            self.start_chunks(*copies(*exact, *records))
 
     def copy_of_records(self, bar: Any) -> tuple[Callable[[Any], Any], Any, Any]:
         """The copy of the records, for `start_chunks`."""

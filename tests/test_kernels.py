@@ -295,6 +295,18 @@ def test_cuts_of_real_layers(layer, num_tokens, read_dtype):
             assert configs.FILLED <= 16 * programs_per_row(problem, cut) <= at_once
 
 
+def test_two_state_tiles_in_flight_beside_a_copy_are_refused():
+    from pallas_kernels import configs
+    from pallas_kernels.problem import Config
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    spec, cut = LAYERS["kda"], Config(1, 128, 2, 2)
+    assert configs.completed(problem_of(spec, 4, 1), cut).stages == 2
+    copied = dataclasses.replace(spec, read_dtype="int8")
+    with pytest.raises(ValueError, match="stages must be 1 beside a read copy, found 2"):
+        configs.completed(problem_of(copied, 4, 1), cut)
+
+
 @pytest.mark.parametrize(
     "family, name, window, device",
     [

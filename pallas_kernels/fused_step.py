@@ -236,7 +236,7 @@ class Step(Fold):
                 found.append((lambda slots: log_decay.at[b, slots, self.head], gate, bar))
             found.extend(records)
             # Or the barrier would not complete.
-            assert sum(one is bar for *_, one in found) == p.window_copies
+            assert sum(one is bar for *_, one in found) == p.window_copies(self.c, self.mode)
             return found
 
         exact = ring.log_decay, sm.gate
@@ -247,7 +247,8 @@ class Step(Fold):
             reads = copies(*(exact if p.read_decay_dtype is None else rounded), records)
             self.branch(lambda: self.start_chunks(*folds), lambda: self.start_chunks(*reads))
         else:
-            records = [] if p.brings_records_late else [self.copy_of_records(bar)]
+            apart = p.brings_records_late or self.records_follow
+            records = [] if apart else [self.copy_of_records(bar)]
             self.start_chunks(*copies(*exact, *records))
 
     def copy_of_records(self, bar: Any) -> tuple[Callable[[Any], Any], Any, Any]:
@@ -259,18 +260,39 @@ class Step(Fold):
 
         Each is (source of slots, array in shared memory, barrier); barriers count dead chunks, too.
         """
-        for first in range(0, self.p.num_chunks * self.p.chunk, self.p.chunk):
-            slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
+        for chunk in range(self.p.num_chunks):
+            self.start_chunk(chunk * self.p.chunk, *copies)
 
-            def start(slots: Any = slots, here: Any = here) -> None:
-                for source, place, bar in copies:
-                    plgpu.copy_gmem_to_smem(source(slots), place.at[here], bar)
+    def start_chunk(self, first: Any, *copies: tuple[Callable[[Any], Any], Any, Any]) -> None:
+        """The same of one chunk, from record `first` on."""
+        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
 
-            def skip() -> None:
-                for *_, bar in copies:
-                    plgpu.barrier_arrive(bar)
+        def start() -> None:
+            for source, place, bar in copies:
+                plgpu.copy_gmem_to_smem(source(slots), place.at[here], bar)
 
-            lax.cond(self.length > first, start, skip)
+        def skip() -> None:
+            for *_, bar in copies:
+                plgpu.barrier_arrive(bar)
+
+        lax.cond(self.length > first, start, skip)
+
+    @property
+    def records_follow(self) -> bool:
+        """Whether records come in the place of tiles; see `Problem.records_follow`."""
+        return self.p.records_follow(self.c, self.mode)
+
+    def start_records_after(self, i: Any) -> None:
+        """Start the copies of the records that have a place now that tile i was read."""
+        p, c = self.p, self.c
+        chunks, _ = p.chunks_in_tile(c)
+        freed = i - (c.num_tiles - c.copies)
+        for n in range(chunks):
+            chunk = freed * chunks + n
+
+            @pl.when((freed >= 0) & (chunk < p.num_chunks))
+            def _(first: Any = chunk * p.chunk) -> None:
+                self.start_chunk(first, self.copy_of_records(self.sm.record_bar))
 
     def start_late_records(self) -> None:
         """Start the copies of the committed records in the place of keys that were scored."""
@@ -341,9 +363,13 @@ class Step(Fold):
         """A gate [B, R, H] of the window's records, eight at a time, [8, heads]."""
         heads = self.head if self.c.heads == 1 else pl.ds(self.head, self.c.heads)
         return {
-            first: load(ref.at[self.b, pl.ds(self.slot(first), 8), heads], self.gates)
+            first: load(ref.at[self.b, pl.ds(self.near(first), 8), heads], self.gates)
             for first in range(0, self.p.window, 8)
         }
+
+    def near(self, first: int) -> jax.Array:
+        """Slot of record `first`; where it is dead, of the first of all, which comes anyway."""
+        return jnp.where(self.length > first, self.slot(first), self.start) if first else self.start
 
     def live_gates(self, first: int, value: jax.Array) -> jax.Array:
         """Eight records' gates from `first` on, dead ones zero; waits for them, unlike a load."""
@@ -628,8 +654,11 @@ class Step(Fold):
             read = self.read_tile(tiles.at[slot], i, operands)
             if read is not None:
                 reads = gather(reads, i, read)
-            if self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last):
+            more = self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last)
+            if more or self.records_follow:
                 self.meet()  # all threads have read the tile
+                if self.records_follow:
+                    self.start_records_after(i)
 
                 @pl.when(i + stages < self.c.num_tiles)
                 def _() -> None:
@@ -638,8 +667,9 @@ class Step(Fold):
             return reads
 
         if p.packs_terms:
-            if last:
-                pl.loop(0, last, init_carry=())(read_one)
+            first = self.c.num_tiles if self.records_follow else last
+            if first:
+                pl.loop(0, first, init_carry=())(read_one)
             if self.weighs_late:
                 self.weigh_late(gates)
             if not p.channel:
@@ -649,7 +679,8 @@ class Step(Fold):
             if sm.record_bar is not None:
                 plgpu.barrier_wait(sm.record_bar)
             found = self.replay()
-            read_one(last, ())
+            if not self.records_follow:
+                read_one(last, ())
             return found
         reads = pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())(read_one)
         if reads:

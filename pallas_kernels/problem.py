@@ -113,11 +113,26 @@ class Problem:
         """Whether records come into the place of keys that were scored, or right into registers."""
         return self.num_tokens > 1 and self.channel and self.read_dtype is None
 
-    @property
-    def window_copies(self) -> int:
+    def window_copies(self, config: Config, mode: Mode) -> int:
         """Bulk copies of a chunk of the window that come together: all but records apart."""
         apart = self.solves_again or self.brings_records_late
-        return 1 + self.channel + (not apart)
+        return 1 + self.channel + (not (apart or self.records_follow(config, mode)))
+
+    def records_follow(self, config: Config, mode: Mode) -> bool:
+        """Whether records come where a read copy's last tiles were, as soon as those are read.
+
+        A fold has others there. The two tiles of Kimi Linear would leave the records no time.
+        """
+        if mode.fold or self.delta or not self.packs_terms:
+            return False
+        chunks, rest = self.chunks_in_tile(config)
+        fit = self.num_chunks <= config.copies * chunks
+        return fit and not rest and config.num_tiles % config.copies == 0
+
+    def chunks_in_tile(self, config: Config) -> tuple[int, int]:
+        """Chunks of a program's records that take the place of a tile of the copy; bytes left."""
+        record = config.num_rows * jnp.dtype(self.record_dtype).itemsize
+        return divmod(TILE * self.key_dim * self.read_bytes, self.chunk * record)
 
     @property
     def has_float_operand(self) -> bool:

@@ -75,7 +75,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     heads = (c.heads,)
     window, n, tokens = p.padded_window, p.key_dim, p.num_tokens
     several, channel, copied = tokens > 1, p.channel, p.read_dtype is not None
-    late = p.brings_records_late
+    late, follow = p.brings_records_late, p.records_follow(c, mode)
     reads_copy = copied and tokens > 0 and not mode.folds_all
     alone: Group = Group()
     small: Group = Group()
@@ -162,7 +162,10 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
-        if p.solves_again:
+        if follow:
+            uses += records
+            records = []
+        elif p.solves_again:
             reads |= records[0] if reads_copy else {}
             records = []
         found.append(_union([use for use in uses if use]))
@@ -191,14 +194,14 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
         alone |= small
     else:
         found.append(Packed.of(small))
-    bars = Group(window_bar=plgpu.Barrier(num_arrivals=p.window_copies * p.num_chunks))
+    bars = Group(window_bar=plgpu.Barrier(num_arrivals=p.window_copies(c, mode) * p.num_chunks))
     if mode.fold or not copied:
         bars["state_bar"] = plgpu.Barrier(num_barriers=c.stages)
     if reads_copy:
         bars["copy_bar"] = plgpu.Barrier(num_barriers=c.copies)
     if late:
         bars["value_bar"] = plgpu.Barrier()
-    if (late and not mode.folds_all) or (reads_copy and p.solves_again):
+    if (late and not mode.folds_all) or (reads_copy and p.solves_again) or follow:
         bars["record_bar"] = plgpu.Barrier(num_arrivals=p.num_chunks)
     return (*found, bars)
 

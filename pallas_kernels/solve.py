@@ -87,9 +87,11 @@ class Solve(Program):
         assert self.copy is not None
         return self.copy.values.at[self.b, pl.ds(self.first_row + i * TILE, TILE)]
 
-    def slot(self, j: int) -> jax.Array:
+    def slot(self, j: Any) -> jax.Array:
         """Slot of record j of the window."""
-        return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
+        if isinstance(j, int):  # eights at an address
+            return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
+        return lax.rem(self.start + j, self.p.capacity)
 
     def prepare_solve(self) -> None:
         """What the systems of all state rows share, from the keys and gates of the window."""

@@ -295,6 +295,29 @@ def test_cuts_of_real_layers(layer, num_tokens, read_dtype):
             assert configs.FILLED <= 16 * programs_per_row(problem, cut) <= at_once
 
 
+@pytest.mark.parametrize("window", [16, 32])
+@pytest.mark.parametrize("read_dtype", ["bfloat16", "int8"])
+def test_records_follow_the_tiles_of_a_real_layer(read_dtype, window):
+    """All of them, each where tiles were read before; not beside a fold, which has its own."""
+    from pallas_kernels import configs
+    from pallas_kernels.problem import TILE, Mode
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    spec = dataclasses.replace(LAYERS["mamba2"], read_dtype=read_dtype, window=window)
+    problem = problem_of(spec, 256, 1)
+    cut = configs.choose(problem, Mode(fold=False))
+    assert problem.records_follow(cut, Mode(fold=False))
+    assert not problem.records_follow(cut, Mode())
+    chunks, _ = problem.chunks_in_tile(cut)
+    records = window * cut.num_rows * jnp.dtype(spec.value_dtype).itemsize
+    assert records <= cut.copies * chunks * 4 * cut.num_rows * spec.value_dtype.itemsize
+    assert records <= cut.copies * TILE * spec.key_dim * spec.read_dtype.itemsize
+    narrow = dataclasses.replace(spec, key_dim=48)  # whose tiles hold no whole number of chunks
+    for cut in configs.configs(problem_of(narrow, 256, 1)):
+        if cut.num_rows == 512:
+            assert not problem_of(narrow, 256, 1).records_follow(cut, Mode(fold=False))
+
+
 def test_two_state_tiles_in_flight_beside_a_copy_are_refused():
     from pallas_kernels import configs
     from pallas_kernels.problem import Config

@@ -46,6 +46,7 @@ from pallas_kernels.layouts import (
 from pallas_kernels.problem import (
     BLOCK,
     CHUNK,
+    FOLLOWING,
     TILE,
     Config,
     Mode,
@@ -261,11 +262,13 @@ class Step(Fold):
         Each is (source of slots, array in shared memory, barrier); barriers count dead chunks, too.
         """
         for chunk in range(self.p.num_chunks):
-            self.start_chunk(chunk * self.p.chunk, *copies)
+            self.start_chunk(chunk * self.p.chunk, self.p.chunk, *copies)
 
-    def start_chunk(self, first: Any, *copies: tuple[Callable[[Any], Any], Any, Any]) -> None:
+    def start_chunk(
+        self, first: Any, size: int, *copies: tuple[Callable[[Any], Any], Any, Any]
+    ) -> None:
         """The same of one chunk, from record `first` on."""
-        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
+        slots, here = pl.ds(self.slot(first), size), pl.ds(first, size)
 
         def start() -> None:
             for source, place, bar in copies:
@@ -285,14 +288,14 @@ class Step(Fold):
     def start_records_after(self, i: Any) -> None:
         """Start the copies of the records that have a place now that tile i was read."""
         p, c = self.p, self.c
-        chunks, _ = p.chunks_in_tile(c)
+        in_tile, _ = p.records_in_tile(c)
         freed = i - (c.num_tiles - c.copies)
-        for n in range(chunks):
-            chunk = freed * chunks + n
+        for n in range(0, min(in_tile, p.window), FOLLOWING):
+            first = freed * in_tile + n
 
-            @pl.when((freed >= 0) & (chunk < p.num_chunks))
-            def _(first: Any = chunk * p.chunk) -> None:
-                self.start_chunk(first, self.copy_of_records(self.sm.record_bar))
+            @pl.when((freed >= 0) & (first < p.window))
+            def _(first: Any = first) -> None:
+                self.start_chunk(first, FOLLOWING, self.copy_of_records(self.sm.record_bar))
 
     def start_late_records(self) -> None:
         """Start the copies of the committed records in the place of keys that were scored."""
@@ -363,13 +366,19 @@ class Step(Fold):
         """A gate [B, R, H] of the window's records, eight at a time, [8, heads]."""
         heads = self.head if self.c.heads == 1 else pl.ds(self.head, self.c.heads)
         return {
-            first: load(ref.at[self.b, pl.ds(self.near(first), 8), heads], self.gates)
+            first: load(ref.at[self.b, pl.ds(self.first_slot(first), 8), heads], self.gates)
             for first in range(0, self.p.window, 8)
         }
 
-    def near(self, first: int) -> jax.Array:
-        """Slot of record `first`; where it is dead, of the first of all, which comes anyway."""
-        return jnp.where(self.length > first, self.slot(first), self.start) if first else self.start
+    def first_slot(self, first: int) -> jax.Array:
+        """Slot of the first of eight records; if it is dead, of the first of all, which comes.
+
+        Only beside a copy, where the gates are more than a hundredth of all that is read.
+        """
+        slot = self.slot(first)
+        if self.copy is None or not first:
+            return slot
+        return jnp.where(self.length > first, slot, self.start)
 
     def live_gates(self, first: int, value: jax.Array) -> jax.Array:
         """Eight records' gates from `first` on, dead ones zero; waits for them, unlike a load."""

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 TILE = 64
 # Records of one turn of a loop over them.
 CHUNK = 4
+# Records of one bulk copy that follows tiles: fewer, as dead ones among them come in vain.
+FOLLOWING = 2
 # Records of one tensor-core product.
 BLOCK = 16
 
@@ -125,14 +127,14 @@ class Problem:
         """
         if mode.fold or self.delta or not self.packs_terms:
             return False
-        chunks, rest = self.chunks_in_tile(config)
-        fit = self.num_chunks <= config.copies * chunks
+        in_tile, rest = self.records_in_tile(config)
+        fit = self.window <= config.copies * in_tile and in_tile % FOLLOWING == 0
         return fit and not rest and config.num_tiles % config.copies == 0
 
-    def chunks_in_tile(self, config: Config) -> tuple[int, int]:
-        """Chunks of a program's records that take the place of a tile of the copy; bytes left."""
+    def records_in_tile(self, config: Config) -> tuple[int, int]:
+        """Records that a program has in the place of a tile of the copy, and bytes left of it."""
         record = config.num_rows * jnp.dtype(self.record_dtype).itemsize
-        return divmod(TILE * self.key_dim * self.read_bytes, self.chunk * record)
+        return divmod(TILE * self.key_dim * self.read_bytes, record)
 
     @property
     def has_float_operand(self) -> bool:

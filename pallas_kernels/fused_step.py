@@ -46,7 +46,6 @@ from pallas_kernels.layouts import (
 from pallas_kernels.problem import (
     BLOCK,
     CHUNK,
-    FOLLOWING,
     TILE,
     Config,
     Mode,
@@ -262,13 +261,11 @@ class Step(Fold):
         Each is (source of slots, array in shared memory, barrier); barriers count dead chunks, too.
         """
         for chunk in range(self.p.num_chunks):
-            self.start_chunk(chunk * self.p.chunk, self.p.chunk, *copies)
+            self.start_chunk(chunk * self.p.chunk, *copies)
 
-    def start_chunk(
-        self, first: Any, size: int, *copies: tuple[Callable[[Any], Any], Any, Any]
-    ) -> None:
+    def start_chunk(self, first: Any, *copies: tuple[Callable[[Any], Any], Any, Any]) -> None:
         """The same of one chunk, from record `first` on."""
-        slots, here = pl.ds(self.slot(first), size), pl.ds(first, size)
+        slots, here = pl.ds(self.slot(first), self.p.chunk), pl.ds(first, self.p.chunk)
 
         def start() -> None:
             for source, place, bar in copies:
@@ -290,12 +287,12 @@ class Step(Fold):
         p, c = self.p, self.c
         in_tile, _ = p.records_in_tile(c)
         freed = i - (c.num_tiles - c.copies)
-        for n in range(0, min(in_tile, p.window), FOLLOWING):
+        for n in range(0, min(in_tile, p.window), p.chunk):
             first = freed * in_tile + n
 
             @pl.when((freed >= 0) & (first < p.window))
             def _(first: Any = first) -> None:
-                self.start_chunk(first, FOLLOWING, self.copy_of_records(self.sm.record_bar))
+                self.start_chunk(first, self.copy_of_records(self.sm.record_bar))
 
     def start_late_records(self) -> None:
         """Start the copies of the committed records in the place of keys that were scored."""

@@ -11,8 +11,6 @@ import jax.numpy as jnp
 TILE = 64
 # Records of one turn of a loop over them.
 CHUNK = 4
-# Records of one bulk copy that follows tiles: fewer, as dead ones among them come in vain.
-FOLLOWING = 2
 # Records of one tensor-core product.
 BLOCK = 16
 
@@ -128,7 +126,7 @@ class Problem:
         if mode.fold or self.delta or not self.packs_terms:
             return False
         in_tile, rest = self.records_in_tile(config)
-        fit = self.window <= config.copies * in_tile and in_tile % FOLLOWING == 0
+        fit = self.window <= config.copies * in_tile and in_tile % self.chunk == 0
         return fit and not rest and config.num_tiles % config.copies == 0
 
     def records_in_tile(self, config: Config) -> tuple[int, int]:

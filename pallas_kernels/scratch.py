@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import swizzled
-from pallas_kernels.problem import BLOCK, FOLLOWING, TILE, Config, Mode, Problem, round_up
+from pallas_kernels.problem import BLOCK, TILE, Config, Mode, Problem, round_up
 from pallas_kernels.products import operand_width
 from pallas_kernels.program import F32
 
@@ -202,8 +202,7 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
     if late:
         bars["value_bar"] = plgpu.Barrier()
     if (late and not mode.folds_all) or (reads_copy and p.solves_again) or follow:
-        copies = round_up(p.window, FOLLOWING) // FOLLOWING if follow else p.num_chunks
-        bars["record_bar"] = plgpu.Barrier(num_arrivals=copies)
+        bars["record_bar"] = plgpu.Barrier(num_arrivals=p.num_chunks)
     return (*found, bars)
 
 

@@ -174,6 +174,43 @@ def test_windowed_loops_in_the_interpreter(family, read_dtype):
 
 
 @pytest.mark.slow
+def test_records_that_follow_several_tiles_in_the_interpreter():
+    """As a real layer has them: those of row 0 take three places, of row 1 one, of row 2 none."""
+    from pallas_kernels import configs
+    from pallas_kernels.problem import Mode
+    from replayssm_jax import kernels
+    from replayssm_jax.flush_switch import stored_of
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    dims = dict(num_heads=8, num_groups=1, value_dim=64, key_dim=128)
+    dtypes = dict(key_dtype=jnp.bfloat16, value_dtype=jnp.bfloat16)
+    spec = make_spec("mamba2", window=24, read_dtype="int8", **dims, **dtypes)
+    inputs = random_inputs(spec, 3, 34)
+    state = rs.init_state(spec, 3, ragged=True)
+    for t in range(33):
+        _, state = rs.step(spec, state, tokens(inputs, t, t + 1), implementation="xla")
+    length = jnp.array([23, 5, 0], jnp.int32)
+    pointer = dataclasses.replace(state.pointer, length=length)
+    state = poison_dead_slots(spec, dataclasses.replace(state, pointer=pointer))
+    token = tokens(inputs, 33, 34)
+    given = stored_of(state), state.buffer, state.pointer, None, token
+
+    @jax.jit
+    def read(given):
+        run = functools.partial(kernels.step, flush="none", implementation="mosaic_gpu_interpret")
+        return run(spec, *given)[0]
+
+    with dispatch.interpreted_kernels(), cut_as_for_large_batches():
+        problem, mode = problem_of(spec, 3, 1), Mode(fold=False, interpret=True)
+        cut = configs.choose(problem, mode)
+        assert problem.records_follow(cut, mode)
+        assert problem.records_in_tile(cut) == (8, 0)
+        found = read(given)
+    expected, _ = rs.step(spec, state, token, implementation="xla")
+    assert_close(found, expected, 1e-2)  # of bf16 outputs
+
+
+@pytest.mark.slow
 def test_a_row_of_a_read_copy_that_is_not_finite_in_the_interpreter():
     make = functools.partial(make_spec, "gla", **SHAPES["gla"] | dict(num_heads=1, num_groups=1))
     with dispatch.interpreted_kernels():

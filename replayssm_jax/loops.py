@@ -175,6 +175,15 @@ def _same_carry(name: str, given: Carry, found: Carry) -> Carry:
         if not getattr(given, "weak_type", False):  # which a scan promotes
             check(jnp.result_type(found), jnp.result_type(given), place)
 
+    def leaves(tree: Any) -> list[str]:
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+    before, after = leaves(given), leaves(found)
+    for word, some, others in (("without", before, after), ("with", after, before)):
+        rest = [place for place in some if place not in others]
+        if rest:
+            places = ", ".join(rest[:3]) + (" and more" if len(rest) > 3 else "")
+            raise TypeError(f"{name} must return a carry like its own, found one {word} {places}")
     check(jax.tree.structure(found), jax.tree.structure(given))
     jax.tree_util.tree_map_with_path(check_leaf, found, given)
     return found

@@ -956,6 +956,20 @@ def steps(s, state="scalar", **keywords):
                 "a body that forgets y beside a carry of two",
                 lambda s: rs.scan_steps(lambda c, x: c, (s.scalar, 0), length=3, window=5),
                 TypeError,
+                r"f must return .* its own, found one without \[0\].checkpoint,.* and more",
+            ),
+            (
+                "a body that adds to its carry",
+                lambda s: rs.scan_steps(
+                    lambda c, x: (c | {"n": 0}, None), {"s": s.scalar}, length=3, window=5
+                ),
+                TypeError,
+                r"f must return a carry like its own, found one with \['n'\]",
+            ),
+            (
+                "a body that returns a list for a tuple",
+                lambda s: rs.scan_steps(lambda c, x: ([*c], x), (s.scalar, 0), length=3, window=5),
+                TypeError,
                 "f must return a carry like its own: PyTreeDef.*, found PyTreeDef",
             ),
             (
@@ -984,7 +998,7 @@ def steps(s, state="scalar", **keywords):
                 "a body of a while loop that returns a y",
                 lambda s: rs.while_loop(lambda c: True, lambda c: (c, None), s.scalar, window=5),
                 TypeError,
-                "body_fun must return a carry like its own: PyTreeDef.*, found PyTreeDef",
+                "body_fun must return a carry like its own, found one without .checkpoint,",
             ),
             (
                 "no length",

@@ -121,9 +121,10 @@ class Problem:
     def records_follow(self, config: Config, mode: Mode) -> bool:
         """Whether records come where a read copy's last tiles were, as soon as those are read.
 
-        A fold has others there. The two tiles of Kimi Linear would leave the records no time.
+        A fold has others there. Under the delta rule it gains nothing, and where all tiles are in
+        flight at once, as with few rows, records would come late.
         """
-        if mode.fold or self.delta or not self.packs_terms:
+        if mode.fold or self.delta or not self.packs_terms or config.num_tiles <= config.copies:
             return False
         in_tile, rest = self.records_in_tile(config)
         fit = self.window <= config.copies * in_tile and in_tile % self.chunk == 0

@@ -25,9 +25,10 @@ def debug_checks() -> Iterator[None]:
             errors, out = jax.jit(checkify.checkify(f))(state, inputs)
         errors.throw()
 
-    Gates that are positive or not finite, lengths, slots and rows out of range, records beyond the
-    window. JAX's caches are cleared on entry and exit: what was compiled before has no checks, and
-    what is compiled here has them.
+    Gates that are positive or not finite, lengths, slots, rows and accepted counts out of range,
+    records beyond the window; of models also tokens outside the vocabulary or past the end of the
+    cache. Without `checkify.checkify` nothing is reported. JAX's caches are cleared on entry and
+    exit: what was compiled before has no checks, and what is compiled here has them.
     """
     token = _checking.set(True)
     jax.clear_caches()

@@ -226,6 +226,12 @@ def check_generate_state(state: Any) -> None:
     """Raise TypeError unless `state` is a `GenerateState` with the cache of a model."""
     check_type("state", state, GenerateState)
     check_cache(state.cache, "state.cache")
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays):
+        raise ValueError(
+            "state was donated to an earlier call: pass the state that this call returned, with "
+            "return_state=True, or a copy made before it"
+        )
 
 
 def _check_state(model: HybridLM, state: GenerateState, batch_size: int, unstack: bool) -> None:

@@ -289,6 +289,8 @@ def check_inputs(
             raise TypeError(f"{name} must be {dtype.name}, found {array.dtype.name}: {fix}")
     if max_tokens is not None and not 1 <= num_tokens <= max_tokens:
         fix = ": longer inputs go through prefill, more drafts need a spec with a larger max_tokens"
+        if num_tokens <= spec.max_tokens:
+            fix = ": several tokens go through verify, prefill or recurrent_scan"
         raise ValueError(
             f"T must be between 1 and {max_tokens}, found T={num_tokens}{fix if num_tokens else ''}"
         )

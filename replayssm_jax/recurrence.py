@@ -135,11 +135,15 @@ def _check_state(spec: ReplaySpec, state: Any) -> None:
     if len(state.shape) != 4 or state.shape != spec.state_shape(state.shape[0]):
         expected = ("B", *spec.state_shape(1)[1:])
         raise ValueError(f"the recurrent state must have shape {expected}, found {state.shape}")
+
+    def kind(scaled: bool) -> str:
+        return "Scaled " if scaled else ""
+
     scaled = isinstance(state, precision.Scaled)
     if state.dtype != spec.state_dtype or scaled != precision.is_scaled(spec.state_dtype):
         raise TypeError(
-            f"the recurrent state must be {spec.state_dtype.name}, found "
-            f"{'Scaled ' if scaled else ''}{state.dtype.name}: make one with "
+            f"the recurrent state must be {kind(precision.is_scaled(spec.state_dtype))}"
+            f"{spec.state_dtype.name}, found {kind(scaled)}{state.dtype.name}: make one with "
             "precision.encode(state, spec.state_dtype)"
         )
     if scaled and (state.scale.shape, state.scale.dtype) != (state.shape[:-1], jnp.float32):

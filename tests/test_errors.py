@@ -310,7 +310,7 @@ def test_inputs_of_a_decay_per_channel():
     "call, inputs, match",
     cases(
         [
-            ("step", "step", "three", "T must be between 1 and 1, found T=3"),
+            ("step", "step", "three", "T must be between 1 and 1, found T=3: several .*verify"),
             ("verify", "verify", "four", "T must be between 1 and 3, found T=4: .*prefill"),
             ("recurrent_step", "recurrent_step", "four", "T must be between 1 and 1, found T=4"),
         ]

@@ -730,7 +730,7 @@ def test_states_of_another_format_are_refused():
         rs.flush(spec, rs.init_state(rounded, 1))
     inputs = random_inputs(spec, 1, 1)
     zeros = jnp.zeros(spec.state_shape(1), jnp.float32)
-    with pytest.raises(TypeError, match="must be int8, found float32: make one with precision"):
+    with pytest.raises(TypeError, match="must be Scaled int8, found float32: make one with"):
         rs.recurrent_step(rounded, zeros, inputs)
     scaled = rs.init_state(rounded, 1).checkpoint
     with pytest.raises(TypeError, match=r"found Scaled int8: pass precision.decode\(initial"):

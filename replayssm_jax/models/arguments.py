@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.checks import debug_check
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.spec import check_arrays
@@ -50,9 +51,18 @@ def check_values(tokens: jax.Array, span: Span, vocab_size: int, size: int | Non
     """Raise ValueError where real tokens are known to be out of the vocabulary or of the cache."""
     real = known_mask(span.lengths, span.valid, tokens.shape[1])
     check_vocabulary(tokens, real, vocab_size)
+    position = span.position if span.resets is None else span.end - span.counts
     if real is not None:
-        position = span.position if span.resets is None else span.end - span.counts
         check_end(position, np.broadcast_to(real, tokens.shape).sum(axis=1), size)
+
+    def are_known() -> jax.Array:
+        good = (tokens >= 0) & (tokens < vocab_size)
+        return jnp.all(good if span.live is None else good | ~span.live)
+
+    debug_check(are_known, f"tokens must lie in [0, {vocab_size})")
+    if size is not None:
+        ends = jnp.where(span.counts > 0, position + span.counts, 0)
+        debug_check(lambda: jnp.all(ends <= size), f"tokens past the {size} positions of the cache")
 
 
 def check_vocabulary(
@@ -93,4 +103,8 @@ def check_accepted(cache: HybridCache, accepted: jax.Array | int) -> jax.Array:
             f"accepted must lie in [0, pending], found accepted={known.tolist()} and "
             f"pending={most.tolist()}"
         )
+    debug_check(
+        lambda: jnp.all((accepted >= 0) & (accepted <= pending)),
+        "accepted must lie in [0, pending]",
+    )
     return accepted

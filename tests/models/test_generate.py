@@ -177,6 +177,15 @@ def test_resuming_equals_going_on(model):
     np.testing.assert_array_equal(rest.state.cache.progress.position, lengths)
 
 
+def test_a_state_that_was_donated_is_refused_by_name():
+    model = make_model("mamba2")
+    state = generate(model, PROMPTS, max_new_tokens=2, return_state=True).state
+    more = [[]] * len(PROMPTS)
+    generate(model, more, max_new_tokens=2, state=state)
+    with pytest.raises(ValueError, match="state was donated to an earlier call: pass the state"):
+        generate(model, more, max_new_tokens=2, state=state)
+
+
 def test_ended_rows_stay_where_they_are(model):
     key = jax.random.key(9)
     whole = generate(model, PROMPTS, max_new_tokens=N, key=key, return_state=True, **SAMPLED)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 from model_cases import (
     FAMILIES,
     V,
@@ -534,6 +535,37 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="ragged"):
         scalar = model.init_cache(B, SIZE, ragged=False)
         model.insert(scalar, jnp.array([0]), model.init_cache(1, SIZE, ragged=False))
+
+
+def test_checkify_finds_what_only_a_run_knows():
+    model = make_model("mamba2")
+    tokens = random_tokens(B, 1)[:, 0]
+
+    def loop(token, cache):
+        def body(carry, _):
+            logits, cache = model.step(*carry)
+            return (jnp.argmax(logits, axis=-1).astype(token.dtype), cache), logits
+
+        return jax.lax.scan(body, (token, cache), length=4)
+
+    def commit_too_many(token, cache):
+        _, cache = model.verify(token[:, None], cache)
+        return model.commit(cache, token - token + jnp.array([1, 2, 0], token.dtype))
+
+    with rs.debug_checks():
+        for function, given, size, message in (
+            (loop, tokens, 4, None),
+            (loop, tokens, 3, "tokens past the 3 positions of the cache"),
+            (loop, tokens.at[1].set(V), 4, f"tokens must lie in \\[0, {V}\\)"),
+            (commit_too_many, tokens, 4, r"accepted must lie in \[0, pending\]"),
+        ):
+            checked = jax.jit(checkify.checkify(function))
+            errors, _ = checked(given, model.init_cache(B, size))
+            if message is None:
+                errors.throw()
+            else:
+                with pytest.raises(checkify.JaxRuntimeError, match=message):
+                    errors.throw()
 
 
 def test_what_cannot_be_committed_or_drafted_raises_and_changes_nothing():

@@ -673,9 +673,9 @@ class Step(Fold):
             return reads
 
         if p.packs_terms:
-            first = self.c.num_tiles if self.records_follow else last
-            if first:
-                pl.loop(0, first, init_carry=())(read_one)
+            before_scores = self.c.num_tiles if self.records_follow else last
+            if before_scores:
+                pl.loop(0, before_scores, init_carry=())(read_one)
             if self.weighs_late:
                 self.weigh_late(gates)
             if not p.channel:

@@ -347,9 +347,11 @@ def test_records_follow_the_tiles_of_a_real_layer(read_dtype, window):
     assert not problem.records_follow(cut, Mode())
     records = window * cut.num_rows * spec.value_dtype.itemsize
     assert records <= cut.copies * TILE * spec.key_dim * spec.read_dtype.itemsize
-    narrow = dataclasses.replace(spec, key_dim=48, read_dtype="int8")  # three records in a tile
-    cuts = configs.configs(problem_of(narrow, 256, 1))
-    assert not problem_of(narrow, 256, 1).records_follow(cuts[0], Mode(fold=False))
+    narrow = dataclasses.replace(spec, key_dim=48, read_dtype="int8", window=8)
+    problem = problem_of(narrow, 256, 1)
+    cut = dataclasses.replace(configs.configs(problem)[0], copies=4)
+    assert (cut.num_tiles, problem.records_in_tile(cut)) == (8, (3, 0))  # no whole chunk in a tile
+    assert not problem.records_follow(cut, Mode(fold=False))
 
 
 def test_two_state_tiles_in_flight_beside_a_copy_are_refused():

@@ -55,14 +55,16 @@ def check_values(tokens: jax.Array, span: Span, vocab_size: int, size: int | Non
     if real is not None:
         check_end(position, np.broadcast_to(real, tokens.shape).sum(axis=1), size)
 
-    def are_known() -> jax.Array:
+    def in_vocabulary() -> jax.Array:
         good = (tokens >= 0) & (tokens < vocab_size)
         return jnp.all(good if span.live is None else good | ~span.live)
 
-    debug_check(are_known, f"tokens must lie in [0, {vocab_size})")
+    debug_check(in_vocabulary, f"tokens must lie in [0, {vocab_size})")
     if size is not None:
-        ends = jnp.where(span.counts > 0, position + span.counts, 0)
-        debug_check(lambda: jnp.all(ends <= size), f"tokens past the {size} positions of the cache")
+        debug_check(
+            lambda: jnp.all((span.counts == 0) | (position + span.counts <= size)),
+            f"tokens past the {size} positions of the cache",
+        )
 
 
 def check_vocabulary(

@@ -3,9 +3,10 @@
     python examples/speculative_decoding.py --family kda --drafter n-grams --tokens 256
 
 For each family: load the shipped weights, decode prompts greedily, token by token and
-speculatively, and print the first passes (accepted drafts green, refused ones red, the model's own
-token after them plain), how many drafts were accepted, how many passes that saved, whether the
-tokens are the same, and the speed of both on this device.
+speculatively, and print the first passes (accepted drafts green, refused ones red, or underlined
+and struck out where there are no colours, the model's own token after them plain), how many drafts
+were accepted, how many passes that saved, whether the tokens are the same, and the speed of both
+on this device.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ from replayssm_jax.sampling import Sampling
 from replayssm_jax.speculative import judge
 
 DRAFTERS = ("n-grams", "heads")
+
+# Style of a draft, and the combining character that marks it where there are no colours.
+ACCEPTED, REFUSED = ("bold green", "\u0332"), ("strike red", "\u0336")
 
 
 def with_room_for(model: HybridLM, num_drafts: int) -> HybridLM:
@@ -85,16 +89,19 @@ def one_pass(model: HybridLM, drafter: Drafter, carry: Any) -> Any:
     return tokens, drafts.lengths, accepted, carry
 
 
-def show_passes(model: HybridLM, drafter: Drafter, prompts: jax.Array, passes: int) -> Text:
-    """The first passes of the first row, drafts in colour."""
+def show_passes(
+    model: HybridLM, drafter: Drafter, prompts: jax.Array, passes: int, colours: bool
+) -> Text:
+    """The first passes of the first row, drafts in colour or else marked."""
     carry = begin(model, drafter, prompts[:1], size=prompts.shape[1] + passes * 16 + 16)
     shown = Text()
     for _ in range(passes):
         tokens, proposed, accepted, carry = one_pass(model, drafter, carry)
         line, good = np.asarray(tokens[0]), int(accepted[0])
         for i, token in enumerate(line[: 1 + int(proposed[0])]):
-            style = "" if i == 0 else "bold green" if i <= good else "strike red"
-            shown.append(bytes([token]).decode("utf-8", "replace"), style)
+            style, mark = ("", "") if i == 0 else ACCEPTED if i <= good else REFUSED
+            text = bytes([token]).decode("utf-8", "replace")
+            shown.append(text if colours else text + mark, style)
     return shown
 
 
@@ -121,7 +128,8 @@ def show(
     same = np.asarray(expected.tokens) == np.asarray(out.tokens)
 
     title = f"{NAMES[family]}, drafts by {name}"
-    passes = show_passes(model, drafter, prompts, args.show)
+    colours = console.color_system is not None
+    passes = show_passes(model, drafter, prompts, args.show, colours)
     console.print(Panel(passes, title=f"{title}: {args.show} passes of row 0", title_align="left"))
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in ("row", "tokens", "passes", "tokens a pass", "proposed", "accepted"):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax import dispatch, window
+from replayssm_jax.arguments import as_int32, check_array, concrete, known_mask
 from replayssm_jax.checks import debug_check
 from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due, stored_of
 from replayssm_jax.gradients import not_differentiable
@@ -25,13 +26,9 @@ from replayssm_jax.state import (
     InputBuffer,
     Pointer,
     ReplayState,
-    as_int32,
-    check_array,
     check_state,
     committed_records,
-    concrete,
     emptied,
-    known_mask,
     require_ragged,
 )
 
@@ -222,6 +219,11 @@ def check_parents(parents: jax.Array, shape: tuple[int, int]) -> jax.Array:
             "a parent must be -1 or an index smaller than its token's own, found "
             f"parents={known.tolist()}"
         )
+    if known is None:
+        debug_check(
+            lambda: jnp.all((parents >= -1) & (parents < order)),
+            "a parent must be -1 or an index smaller than its token's own",
+        )
     return jnp.clip(parents, -1, order - 1)
 
 
@@ -237,17 +239,26 @@ def check_path(
             f"{path.shape}"
         )
     path = check_array("path", path, (state.checkpoint.shape[0], length), jnp.integer)
+    wanted = "the first `accepted` nodes of the path must be pending and in rising order"
     nodes, count, pending = (concrete(x) for x in (path, accepted, state.pointer.pending))
     if nodes is not None and count is not None and pending is not None:
-        used = np.arange(length) < np.reshape(count, (-1, 1))
-        wrong = (nodes < 0) | (nodes >= np.reshape(pending, (-1, 1)))
-        wrong[:, 1:] |= nodes[:, 1:] <= nodes[:, :-1]
-        if (used & wrong).any() or np.max(count) > length:
+        if not _leads(nodes, count, pending):
             raise ValueError(
-                "the first `accepted` nodes of the path must be pending and in rising order, found "
-                f"path={nodes.tolist()}, accepted={count.tolist()}, pending={pending.tolist()}"
+                f"{wanted}, found path={nodes.tolist()}, accepted={count.tolist()}, "
+                f"pending={pending.tolist()}"
             )
+    else:
+        debug_check(lambda: _leads(path, accepted, state.pointer.pending), wanted)
     return path
+
+
+def _leads(path: Any, accepted: Any, pending: Any) -> Any:
+    """Whether the first `accepted` nodes of each `path` [B, T] are pending and rise."""
+    length = path.shape[1]
+    used = np.arange(length, dtype=np.int32)[None] < accepted.reshape(-1, 1)
+    wrong = (path < 0) | (path >= pending.reshape(-1, 1))
+    falls = path[:, 1:] <= path[:, :-1]
+    return ~((used & wrong).any() | (used[:, 1:] & falls).any() | (accepted > length).any())
 
 
 def check_gates(g: jax.Array, lengths: Any = None, valid: Any = None) -> None:

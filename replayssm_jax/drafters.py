@@ -13,13 +13,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.arguments import check_int, check_number, check_protocol, check_type
 from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.mtp import MTPHeads
 from replayssm_jax.prompts import Prompt
 from replayssm_jax.sampling import Sampling, draw_from, shape_logits
-from replayssm_jax.spec import check_int, check_number, round_up
-from replayssm_jax.state import check_protocol, check_type
+from replayssm_jax.spec import round_up
 
 # Folded into a row's key: the target folds positions, which are smaller.
 _DRAFTING = 1 << 31
@@ -100,6 +100,18 @@ def check_drafter(drafter: Any, vocab_size: int | None = None) -> None:
             f"drafter must have the target's vocabulary, vocab_size={vocab_size}, found "
             f"vocab_size={found}"
         )
+
+
+def propose(drafter: Drafter, state: Any, turn: Turn) -> tuple[Drafts, Any]:
+    """What the drafter proposes; raise TypeError where that is not `Drafts` and a state."""
+    found: Any = drafter.propose(state, turn)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Drafts)):
+        names = ", ".join(type(x).__name__ for x in found) if type(found) is tuple else None
+        raise TypeError(
+            f"{type(drafter).__name__}.propose must return (Drafts, state), found "
+            f"{type(found).__name__ if names is None else f'({names})'}"
+        )
+    return found
 
 
 def reads_hidden(drafter: Drafter) -> bool:
@@ -439,7 +451,7 @@ class AdaptiveDrafter:
 
     def propose(self, state: AdaptiveState, turn: Turn) -> tuple[Drafts, AdaptiveState]:
         """Propose the first of the other drafter's drafts."""
-        drafts, inner = self.drafter.propose(state.inner, turn)
+        drafts, inner = propose(self.drafter, state.inner, turn)
         lengths = jnp.clip(drafts.lengths, 0, self.best_length(state))
         return drafts._replace(lengths=lengths), state._replace(inner=inner, proposed=lengths)
 

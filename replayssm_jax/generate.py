@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.arguments import check_bool, check_int
 from replayssm_jax.generation import (
     Carry,
     Control,
@@ -30,7 +31,6 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_models
 from replayssm_jax.prompts import as_prompt, has_no_rows
 from replayssm_jax.sampling import Sampling, draw
-from replayssm_jax.spec import check_bool, check_int
 from replayssm_jax.stopping import StopReason
 
 

@@ -11,6 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.arguments import (
+    as_int32,
+    check_array,
+    check_int,
+    check_protocol,
+    check_type,
+    concrete,
+)
 from replayssm_jax.layers.mixer import Decode, check_decode
 from replayssm_jax.models.arguments import check_cache, check_end, check_vocabulary
 from replayssm_jax.models.cache import HybridCache
@@ -18,8 +26,7 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_models
 from replayssm_jax.prompts import Prompt, bucket
 from replayssm_jax.sampling import Sampling, row_keys
-from replayssm_jax.spec import check_int, round_up
-from replayssm_jax.state import as_int32, check_array, check_protocol, check_type, concrete
+from replayssm_jax.spec import round_up
 from replayssm_jax.stopping import StopReason, Stops
 
 # What is asked of a model, beside its `step` or its `verify_hidden` and `commit`.

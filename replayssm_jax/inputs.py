@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.spec import ReplaySpec, check_arrays, check_dt_limits
+from replayssm_jax.arguments import check_arrays, check_dt_limits, check_floats, check_number
+from replayssm_jax.spec import ReplaySpec
 
 _GATE_FIX = "compute gates in {want} and pass them so, e.g. {name}.astype(jnp.{want})"
+_TIME_FIX = "add the time axis to every input of a single token, x[:, None]"
 _WIDE_FIX = (
     "the family constructors make gates as wide as the widest of activations and A_log, so pass "
     "those in float32 (under jax_enable_x64 jnp.zeros(H) is float64), or build the spec with "
@@ -36,9 +39,7 @@ def _check_raw(**arguments: tuple[Any, str]) -> None:
     for name, (array, axes) in arguments.items():
         if array is None and name == "dt_bias":
             continue
-        check_arrays(**{name: array})
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must be of a floating dtype, found {array.dtype.name}")
+        check_floats(**{name: array})
         if array.dtype == jnp.float64 and not jax.config.jax_enable_x64:
             raise TypeError(
                 f"{name} must be of a dtype that JAX keeps, found float64 without jax_enable_x64: "
@@ -50,7 +51,9 @@ def _check_raw(**arguments: tuple[Any, str]) -> None:
             for axis, size in zip(axes, array.shape, strict=True)
         )
         if not fits:
-            raise ValueError(f"{name} must have shape [{wanted}], found {array.shape}")
+            one = axes.startswith("BT") and len(array.shape) == len(axes) - 1
+            hint = f": {_TIME_FIX}" if one else ""
+            raise ValueError(f"{name} must have shape [{wanted}], found {array.shape}{hint}")
 
 
 def _l2_normalise(x: jax.Array, dtype: Any) -> jax.Array:
@@ -206,7 +209,7 @@ class TokenInputs:
           lower_bound: None, or the least log-decay of the bounded gate.
 
         Raises:
-          TypeError, ValueError: as `mamba2`, and for a lower_bound that is not negative.
+          TypeError, ValueError: as `mamba2`, and for a lower_bound that is no negative number.
         """
         _check_raw(
             v=(v, "BTHP"),
@@ -221,10 +224,11 @@ class TokenInputs:
         raw = _add_bias(a, dt_bias, dtype)
         if lower_bound is None:
             g = _rate(A_log, raw, dtype) * jax.nn.softplus(raw)
-        elif lower_bound < 0:
-            g = lower_bound * jax.nn.sigmoid(-_rate(A_log, raw, dtype) * raw)
         else:
-            raise ValueError(f"lower_bound must be negative, found {lower_bound}")
+            lower_bound = check_number("lower_bound", lower_bound)
+            if not (math.isfinite(lower_bound) and lower_bound < 0):
+                raise ValueError(f"lower_bound must be negative and finite, found {lower_bound}")
+            g = lower_bound * jax.nn.sigmoid(-_rate(A_log, raw, dtype) * raw)
         return cls._delta(q, k, v, g, b, dtype)
 
     @classmethod
@@ -254,10 +258,7 @@ def check_inputs(
         raise TypeError(f"inputs must be TokenInputs, found {type(inputs).__name__}")
     check_arrays(**vars(inputs))
     if inputs.v.ndim == 3:
-        raise ValueError(
-            f"v must have shape [B, T, H, P], found {inputs.v.shape}: add the time axis to every "
-            "input of a single token, x[:, None]"
-        )
+        raise ValueError(f"v must have shape [B, T, H, P], found {inputs.v.shape}: {_TIME_FIX}")
     if inputs.v.ndim != 4:
         raise ValueError(f"v must have shape [B, T, H, P], found {inputs.v.shape}")
     num_tokens = inputs.v.shape[1]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.spec import check_int
+from replayssm_jax.arguments import check_int
 from replayssm_jax.state import Phase, Pointer
 
 Carry = TypeVar("Carry")

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.arguments import as_dtype, check_floats
+
 # Of read copies, and of checkpoints beside float32 and float64.
 FORMATS = tuple(
     jnp.dtype(x) for x in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)
@@ -74,6 +76,18 @@ class Stored(NamedTuple):
     rounding_key: Any
 
 
+def state_dtype_of(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
+    """A dtype that a state can be stored in: one of `wide` or of the low-precision formats."""
+    allowed = (*map(jnp.dtype, wide), *FORMATS)
+    names = ", ".join(x.name for x in allowed)
+    found = as_dtype(dtype)
+    if found is None:
+        raise TypeError(f"{name} must be a dtype, one of {names}, found {dtype!r}")
+    if found not in allowed:
+        raise ValueError(f"{name} must be one of {names}, found {found.name}")
+    return found
+
+
 def is_scaled(dtype: Any) -> bool:
     """Whether a state of this dtype has scales."""
     return jnp.dtype(dtype).itemsize == 1
@@ -109,13 +123,18 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
 
     Args:
       x: [..., P, N], float32 or float64.
-      dtype: one of `FORMATS`, or a dtype at least as wide as that of `x`, which returns it.
+      dtype: one of `FORMATS`, or float32 or float64, to which `x` is cast.
       keys: None to round to nearest even, or uint32 [..., 2] to round stochastically.
 
     Returns:
       [..., P, N] in `dtype`, or `Scaled`.
+
+    Raises:
+      TypeError: an `x` that is no floating array, a `dtype` that is none.
+      ValueError: another dtype.
     """
-    dtype = jnp.dtype(dtype)
+    check_floats(x=x)
+    dtype = state_dtype_of("dtype", dtype, (jnp.float32, jnp.float64))
     if dtype not in FORMATS:
         return x.astype(dtype)
     top = largest(dtype)

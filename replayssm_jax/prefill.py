@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import precision, window
+from replayssm_jax.arguments import check_array, check_int
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
 from replayssm_jax.flush_switch import stored_of
 from replayssm_jax.inputs import TokenInputs, check_inputs
-from replayssm_jax.spec import ReplaySpec, check_int
-from replayssm_jax.state import ReplayState, check_array, check_state, emptied, records_to_fold
+from replayssm_jax.spec import ReplaySpec
+from replayssm_jax.state import ReplayState, check_state, emptied, records_to_fold
 
 # Pairs of tokens cost N exponentials under per-channel decay, so its chunks are shorter.
 _CHUNK_SIZE = {"scalar": 64, "channel": 16}

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.arguments import as_int32, check_array, check_int32, concrete, known_mask
 from replayssm_jax.models.arguments import check_vocabulary
-from replayssm_jax.state import as_int32, check_array, check_int32, concrete, known_mask
 
 SMALLEST_BUCKET = 16
 

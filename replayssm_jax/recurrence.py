@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import dispatch, precision
+from replayssm_jax.arguments import check_arrays
 from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
-from replayssm_jax.spec import ReplaySpec, check_arrays, check_spec
+from replayssm_jax.spec import ReplaySpec, check_spec
 from replayssm_jax.state import ReplayState, check_rounding_key
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.state import as_array, as_int32, cast, concrete
+from replayssm_jax.arguments import as_array, as_int32, cast, concrete
 
 
 @jax.tree_util.register_dataclass

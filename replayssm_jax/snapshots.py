@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import dispatch
+from replayssm_jax.arguments import check_array
 from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import check_array
 
 
 @jax.tree_util.register_dataclass

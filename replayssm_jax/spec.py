@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.precision import FORMATS
+from replayssm_jax.arguments import check_choice, check_int, float_dtype
+from replayssm_jax.precision import FORMATS, state_dtype_of
 
 Rule = Literal["additive", "delta"]
 Decay = Literal["scalar", "channel"]
@@ -22,103 +22,6 @@ SLOT_CHUNK = 8
 def round_up(n: Any, multiple: int) -> Any:
     """Round `n` (an int or an integer array) up to a multiple."""
     return (n + multiple - 1) // multiple * multiple
-
-
-def check_int(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int of at least `least`.
-
-    Raises:
-      TypeError: no int, Python's or NumPy's: a bool, a float, an array, a traced value.
-      ValueError: less than `least`.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, found {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, found {value}")
-    return int(value)
-
-
-def check_number(name: str, value: Any) -> float:
-    """`value` as a float.
-
-    Raises:
-      TypeError: no number, Python's or NumPy's: a bool, an array, a traced value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        found = type(value).__name__ if isinstance(value, jax.core.Tracer) else repr(value)
-        raise TypeError(f"{name} must be a number, found {found}")
-    return float(value)
-
-
-def check_bool(name: str, value: Any) -> bool:
-    """`value` as a bool; raise TypeError where it is none, Python's or NumPy's."""
-    if not isinstance(value, bool | np.bool):
-        raise TypeError(f"{name} must be a bool, found {value!r}")
-    return bool(value)
-
-
-def check_choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
-    """Raise ValueError unless `value` is one of `allowed`; None comes first where it is."""
-    if not (value is None or isinstance(value, str)) or value not in allowed:
-        names = tuple(x for x in allowed if x is not None)
-        none = "None or " if None in allowed else ""
-        raise ValueError(f"{name} must be {none}one of {names}, found {value!r}")
-
-
-def check_dt_limits(limits: Any) -> tuple[float, float]:
-    """Limits of the step size of Mamba-2 as floats.
-
-    Raises:
-      TypeError: limits that are no numbers.
-      ValueError: anything but two of them, 0 <= lower <= upper; the upper may be infinite.
-    """
-    wanted = "(lower, upper), 0 <= lower <= upper with a finite lower one"
-    wrong = f"dt_limits must be {wanted}, found {limits!r}"
-    try:
-        lower, upper = limits
-    except (TypeError, ValueError):  # no sequence, another length
-        raise ValueError(wrong) from None
-    lower, upper = check_number("dt_limits[0]", lower), check_number("dt_limits[1]", upper)
-    if not 0 <= lower <= upper or math.isinf(lower):
-        raise ValueError(wrong)
-    return lower, upper
-
-
-def check_arrays(**arrays: Any) -> None:
-    """Raise TypeError for a list or None: they have no dtype, and it is never guessed."""
-    for name, array in arrays.items():
-        if not hasattr(array, "dtype"):
-            found = "None" if array is None else type(array).__name__
-            raise TypeError(f"{name} must be an array, found {found}")
-
-
-def _as_dtype(dtype: Any) -> np.dtype | None:
-    """`dtype` as NumPy's, None for what is none."""
-    try:
-        return None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
-    except TypeError:
-        return None
-
-
-def float_dtype(name: str, dtype: Any) -> np.dtype:
-    """`dtype` as NumPy's; raise TypeError where it is no floating one."""
-    found = _as_dtype(dtype)
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        shown = repr(dtype) if found is None else found.name
-        raise TypeError(f"{name} must be a floating dtype, found {shown}")
-    return found
-
-
-def state_dtype_of(name: str, dtype: Any, wide: tuple[Any, ...]) -> np.dtype:
-    """A dtype that a state can be stored in: one of `wide` or of the low-precision formats."""
-    allowed = (*map(jnp.dtype, wide), *FORMATS)
-    names = ", ".join(x.name for x in allowed)
-    found = _as_dtype(dtype)
-    if found is None:
-        raise TypeError(f"{name} must be a dtype, one of {names}, found {dtype!r}")
-    if found not in allowed:
-        raise ValueError(f"{name} must be one of {names}, found {found.name}")
-    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.drafters import Drafter, Drafts, Turn, check_drafter, reads_hidden
+from replayssm_jax.arguments import check_array
+from replayssm_jax.drafters import Drafter, Drafts, Turn, check_drafter, propose, reads_hidden
 from replayssm_jax.generation import (
     Carry,
     Control,
@@ -27,7 +28,6 @@ from replayssm_jax.models.hybrid import HybridLM
 from replayssm_jax.models.restack import unstack_models
 from replayssm_jax.prompts import Prompt, as_prompt, has_no_rows
 from replayssm_jax.sampling import Draw, Sampling, draw, draw_from, score, shape_logits
-from replayssm_jax.state import check_array
 from replayssm_jax.stopping import StopReason
 
 # Folded into a row's key, beside the tag of drafters: positions are smaller.
@@ -242,7 +242,7 @@ def _round(model: HybridLM, drafter: Drafter, control: Control, loop: _Loop) -> 
     position = state.cache.progress.position
     left = room(control, state.cache, rows.counts, capacity)
     turn = Turn(drawn.token, position, live, control.sampling, control.keys, state.hidden)
-    drafts, drafting = drafter.propose(loop.drafting, turn)
+    drafts, drafting = propose(drafter, loop.drafting, turn)
     drafts = _checked(drafts, num_drafts, model.config.vocab_size, drawn.token)
     # What is no token would put NaN into KV caches, where a mask does not stop it.
     real = (drafts.tokens >= 0) & (drafts.tokens < model.config.vocab_size)

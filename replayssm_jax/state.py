@@ -8,19 +8,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from replayssm_jax import precision, window
-from replayssm_jax.checks import debug_check
-from replayssm_jax.spec import (
-    SLOT_CHUNK,
-    ReplaySpec,
+from replayssm_jax.arguments import (
+    as_int32,
+    check_array,
     check_arrays,
     check_bool,
     check_int,
-    check_spec,
-    round_up,
+    check_type,
+    concrete,
 )
+from replayssm_jax.checks import debug_check
+from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_spec, round_up
 
 
 class Phase(NamedTuple):
@@ -334,128 +334,9 @@ def require_ragged(state: ReplayState, what: str) -> None:
     """Raise ValueError unless every row has its own pointer."""
     if not state.pointer.is_ragged:
         raise ValueError(
-            f"{what} needs a pointer for every row, found a scalar pointer: make the state with "
-            "init_state(..., ragged=True)"
+            f"{what} needs a pointer for every row, found a scalar pointer: make the state, or a "
+            "model's cache, with ragged=True"
         )
-
-
-def concrete(x: Any) -> Any | None:
-    """The value of `x` where it is known (not traced, and all of it in this process), else None."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-        return None
-    return jax.device_get(x)
-
-
-def known_mask(lengths: Any, valid: Any, num_tokens: int) -> Any | None:
-    """Which tokens [B, T] are known to be real: True for all, None where that is not known.
-
-    From `lengths` [B], `valid` [B, T] or neither. A mask that JAX computed of them would be traced
-    under the caller's jit.
-    """
-    if lengths is None:
-        return True if valid is None else concrete(valid)
-    known = concrete(lengths)
-    return None if known is None else np.arange(num_tokens) < known[:, None]
-
-
-def check_type(name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless `value` is a `kind`."""
-    if not isinstance(value, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise TypeError(f"{name} must be {article} {kind.__name__}, found {type(value).__name__}")
-
-
-def check_protocol(name: str, value: Any, kind: str, wanted: tuple[str, ...]) -> None:
-    """Raise TypeError unless `value` is a pytree with the attributes `wanted`."""
-    if isinstance(value, type):
-        raise TypeError(f"{name} must be {kind}, found the class {value.__name__}")
-    found = type(value).__name__
-    missing = [attribute for attribute in wanted if not hasattr(value, attribute)]
-    if missing:
-        raise TypeError(f"{name} must be {kind}, found {found} without {', '.join(missing)}")
-    if jax.tree_util.all_leaves([value]):
-        raise TypeError(
-            f"{name} must be a pytree, found {found}: register its class, with "
-            "jax.tree_util.register_static where it holds no arrays"
-        )
-
-
-def as_int32(name: str, value: Any) -> jax.Array:
-    """Integers as int32, lists too: no other number is rounded to one, and none wraps around.
-
-    Those that are known stay so, as `as_array` says.
-
-    Raises:
-      TypeError: another dtype.
-      ValueError: a number that int32 does not hold, where it is known.
-    """
-    array = as_array(name, value, "integer")
-    check_int32(name, array)
-    return cast(array, np.int32)
-
-
-def as_array(name: str, value: Any, kind: str) -> Any:
-    """`value` as an array: JAX's where it is one or holds traced numbers, otherwise NumPy's.
-
-    What JAX makes of known numbers is traced under the caller's jit, and could not be checked.
-
-    Raises:
-      TypeError: what is no array of numbers.
-      ValueError: integers that no dtype holds.
-    """
-    if isinstance(value, np.ndarray | np.generic):
-        return np.asarray(value)
-    if hasattr(value, "dtype"):
-        return jnp.asarray(value)
-    try:
-        array = np.asarray(value)
-    except jax.errors.TracerArrayConversionError:
-        return jnp.asarray(value)
-    except ValueError:  # lists of different lengths
-        raise TypeError(f"{name} must be {kind}, found {value!r}") from None
-    if array.dtype == object and kind == "integer" and all(isinstance(x, int) for x in array.flat):
-        raise ValueError(f"{name} must fit in int32, found {value!r}")
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"{name} must be {kind}, found {value!r}")
-    return array
-
-
-def cast(array: Any, dtype: Any) -> jax.Array:
-    """What `as_array` gives in another dtype, and known where it was."""
-    as_it_is = array.dtype == dtype and not getattr(array, "weak_type", False)
-    known = None if as_it_is else concrete(array)
-    result: jax.Array = (array if known is None else known).astype(dtype)
-    return result
-
-
-def check_int32(name: str, array: Any) -> None:
-    """Raise as `as_int32` does; an array without elements may be of any dtype."""
-    if array.size and not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integer, found {array.dtype.name}")
-    if np.can_cast(array.dtype, np.int32):
-        return
-    known, limits = concrete(array), np.iinfo(np.int32)
-    if known is not None and known.size:
-        for extreme in (int(known.min()), int(known.max())):
-            if not limits.min <= extreme <= limits.max:
-                raise ValueError(f"{name} must fit in int32, found {extreme}")
-
-
-def check_array(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A mask or indices as an array, lists too, of `shape` and `dtype` (jnp.bool or jnp.integer).
-
-    Integers become int32, see `as_int32`; what is known stays so, see `as_array`.
-
-    Raises:
-      TypeError, ValueError: another dtype or shape.
-    """
-    integers = dtype is jnp.integer
-    array = as_int32(name, value) if integers else as_array(name, value, dtype.__name__)
-    if array.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, found {array.shape}")
-    if not jnp.issubdtype(array.dtype, dtype):
-        raise TypeError(f"{name} must be {dtype.__name__}, found {array.dtype.name}")
-    return array
 
 
 def committed_records(

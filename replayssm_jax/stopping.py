@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replayssm_jax.state import as_int32
+from replayssm_jax.arguments import as_int32
 
 
 class StopReason(enum.IntEnum):

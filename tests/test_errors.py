@@ -12,7 +12,7 @@ from jax.experimental import checkify
 from oracle import make_spec, random_inputs, tokens
 
 import replayssm_jax as rs
-from replayssm_jax.state import as_int32, concrete
+from replayssm_jax.arguments import as_int32, concrete
 
 SPEC = make_spec("mamba2", window=5, max_tokens=3)
 CHANNEL_SPEC = make_spec("gla", window=5, max_tokens=3)
@@ -388,7 +388,7 @@ def test_shapes_and_dtypes_of_raw_activations(family):
         for wrong in (array[..., None], array[..., 0]):
             found = ", ".join(map(str, wrong.shape))
             with pytest.raises(
-                ValueError, match=rf"^{name} must have shape .*, found \({found},?\)$"
+                ValueError, match=rf"^{name} must have shape .*, found \({found},?\)($|: add the)"
             ):
                 constructor(**arguments | {name: wrong})
     for name, shape, wanted in (
@@ -431,10 +431,18 @@ def test_float64_needs_x64(field):
         rs.init_state(spec, ROWS)
 
 
-@pytest.mark.parametrize("lower_bound", [0.0, 5.0])
-def test_the_lower_bound_of_kda(lower_bound):
+@pytest.mark.parametrize(
+    "lower_bound, error, match",
+    [
+        (0.0, ValueError, "must be negative and finite, found 0.0"),
+        (5, ValueError, "must be negative and finite, found 5.0"),
+        (-np.inf, ValueError, "must be negative and finite, found -inf"),
+        ("-5", TypeError, "must be a number, found '-5'"),
+    ],
+)
+def test_the_lower_bound_of_kda(lower_bound, error, match):
     x = jnp.ones((1, 1, 2, 4))
-    with pytest.raises(ValueError, match=f"lower_bound must be negative, found {lower_bound}"):
+    with pytest.raises(error, match=f"lower_bound {match}"):
         rs.TokenInputs.kda(x, x, x, x, jnp.ones((1, 1, 2)), jnp.zeros(2), lower_bound=lower_bound)
 
 
@@ -1319,6 +1327,20 @@ GATE_CALLS = {
                     r"lengths must lie in \[0, T\]",
                 )
                 for name in ("verify", "prefill")
+            ),
+            (
+                "parents",
+                lambda s, x: rs.verify(SPEC, s.ragged, s.three, parents=x),
+                ints([[-1, 0, 0]] * ROWS),
+                [ints([[-1, 1, 0]] * ROWS), ints([[-1, 0, -2]] * ROWS)],
+                "a parent must be -1 or",
+            ),
+            (
+                "path",
+                lambda s, x: rs.commit(SPEC, s.ragged, ints([2, 0, 1]), path=x),
+                ints([[0, 1], [5, 5], [1, 0]]),
+                [ints([[1, 0]] * ROWS), ints([[0, 2]] * ROWS), ints([[0, 1], [0, 1], [-1, 0]])],
+                "pending and in rising order",
             ),
             ("rows", TAKE, ints([-1, 2, 0]), [ints([-1, 3, 0]), ints([-2, 2, 0])], "rows out of"),
             (

@@ -80,7 +80,12 @@ def test_kda(draw, lower_bound, bias):
     assert records.g.shape == (B, T, H, N)
 
 
-def test_kda_refuses_a_bound_that_is_not_negative(draw):
-    arrays = [draw(B, T, H, N)] * 2 + [draw(B, T, H, P), draw(B, T, H, N), draw(B, T, H), draw(H)]
-    with pytest.raises(ValueError, match=r"lower_bound must be negative, found 1\.0"):
-        rs.TokenInputs.kda(*arrays, lower_bound=1.0)
+def test_one_token_needs_its_time_axis(draw):
+    keys, values, gates = draw(B, H, N), draw(B, H, P), draw(B, H)
+    for make in (
+        lambda: rs.TokenInputs.mamba2(values, gates, keys, keys, draw(H)),
+        lambda: rs.TokenInputs.gated_delta_net(keys, keys, values, gates, gates, draw(H)),
+        lambda: rs.TokenInputs.kda(keys, keys, values, keys, gates, draw(H)),
+    ):
+        with pytest.raises(ValueError, match=r"\[B, T, H, P\], found .*: add the time axis"):
+            make()

@@ -45,6 +45,8 @@ def states(shape=(2, 3, 5, 8), seed=0):
     return jnp.asarray(x, jnp.float32)
 
 
+ONES = np.ones((2, 3), np.float32)
+
 encode = jit(precision.encode, static_argnums=1)
 
 
@@ -687,6 +689,21 @@ def test_empty_rows_have_keys_of_their_own_for_every_head():
 def test_formats_are_refused_by_name(fields, exception, match):
     with pytest.raises(exception, match=match):
         make_spec("mamba2", **fields)
+
+
+@pytest.mark.parametrize(
+    "x, dtype, error, match",
+    [
+        (ONES, "fp8", TypeError, "dtype must be a dtype, one of float32, .*, found 'fp8'"),
+        (ONES, None, TypeError, "dtype must be a dtype, .*, found None"),
+        (ONES, "int16", ValueError, "dtype must be one of float32, .*, found int16"),
+        (ONES.astype(np.int32), "int8", TypeError, "x must be of a floating dtype, found int32"),
+        ([[1.0]], "int8", TypeError, "x must be an array, found list"),
+    ],
+)
+def test_what_cannot_be_encoded(x, dtype, error, match):
+    with pytest.raises(error, match=match):
+        precision.encode(x, dtype)
 
 
 def test_the_best_implementation_falls_back():

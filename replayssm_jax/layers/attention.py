@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import float_dtype
 from replayssm_jax.layers.activations import default_kernel_init
 from replayssm_jax.layers.apart import apart
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.cache import KVCache
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
@@ -19,8 +21,6 @@ from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.rotary import rotate
 from replayssm_jax.layers.sharding import run_sharded
-from replayssm_jax.spec import float_dtype
-from replayssm_jax.state import check_type
 
 
 class _Heads(NamedTuple):
@@ -54,6 +54,8 @@ class Attention(CachedLayer):
       rngs: of the parameters.
     """
 
+    cache_type: ClassVar[type] = KVCache
+
     def __init__(
         self,
         d_model: int,
@@ -77,6 +79,7 @@ class Attention(CachedLayer):
         out_kernel_init: Any = default_kernel_init,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         num_heads = check_option("num_heads", num_heads, int)
         num_kv_heads = check_option("num_kv_heads", num_kv_heads, int)
@@ -126,6 +129,11 @@ class Attention(CachedLayer):
         self.q_norm = nnx.data(norm())
         self.k_norm = nnx.data(norm())
 
+    @property
+    def features(self) -> int:
+        """d_model."""
+        return self.q_proj.in_features
+
     def init_cache(
         self,
         batch_size: int,
@@ -150,7 +158,7 @@ class Attention(CachedLayer):
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
         del mode
         if cache is not None:
-            self._check_cache(cache)
+            self.check_cache(cache)
         lead = x.shape[:2]
         for_q, for_k, for_v = apart(x, 3)
         q = self.q_proj(for_q).reshape(*lead, self.num_heads, -1)
@@ -173,8 +181,9 @@ class Attention(CachedLayer):
             y = y * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(y.dtype)
         return span.masked(self.o_proj(y.reshape(*lead, -1))), cache
 
-    def _check_cache(self, cache: KVCache) -> None:
-        check_type("cache", cache, KVCache)
+    def check_cache(self, cache: Any) -> None:
+        """Raise TypeError, or ValueError for the cache of an attention layer with other heads."""
+        super().check_cache(cache)
         wanted, found = (self.num_kv_heads, self.head_dim), cache.key.shape[2:]
         if found != wanted:
             raise ValueError(

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.layers.arguments import check_features, check_params
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.norm import RMSNorm
 from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Span
-from replayssm_jax.spec import check_arrays
 
 
 class HybridBlock(nnx.Module):
@@ -42,9 +42,12 @@ class HybridBlock(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
+
         def rms_norm() -> RMSNorm:
             return RMSNorm(d_model, epsilon=norm_epsilon, param_dtype=param_dtype, rngs=rngs)
 
+        self.d_model = d_model
         self.residual_scale = residual_scale
         self.post_norm = check_option("norm", norm, Literal["pre", "post"]) == "post"
         self.mixers = nnx.List(list(mixers))
@@ -74,10 +77,12 @@ class HybridBlock(nnx.Module):
 
     def commit(self, cache: tuple[Any, ...], accepted: jax.Array | int) -> tuple[Any, ...]:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
+        self._check_cache(cache)
         return tuple(mixer.commit(c, accepted) for mixer, c in zip(self.mixers, cache, strict=True))
 
     def reset(self, cache: tuple[Any, ...], where: jax.Array) -> tuple[Any, ...]:
         """Empty the rows `where` [B] bool."""
+        self._check_cache(cache)
         return tuple(mixer.reset(c, where) for mixer, c in zip(self.mixers, cache, strict=True))
 
     def advance(
@@ -89,7 +94,9 @@ class HybridBlock(nnx.Module):
     def _run(
         self, x: jax.Array, cache: tuple[Any, ...] | None, run: Callable[..., Any]
     ) -> tuple[jax.Array, tuple[Any, ...] | None]:
-        check_arrays(x=x)
+        check_features(x, self.d_model)
+        if cache is not None:
+            self._check_cache(cache)
         new = []
         if self.mixer_norm is not None:
             h = x if self.post_norm else self.mixer_norm(x)
@@ -102,6 +109,14 @@ class HybridBlock(nnx.Module):
         if self.mlp is not None and self.mlp_norm is not None:
             x = self._join(x, self.mlp(x if self.post_norm else self.mlp_norm(x)), self.mlp_norm)
         return x, None if cache is None else tuple(new)
+
+    def _check_cache(self, cache: Any) -> None:
+        several = isinstance(cache, list | tuple)
+        if not several or len(cache) != len(self.mixers):
+            found = len(cache) if several else type(cache).__name__
+            raise ValueError(
+                f"cache must be a tuple of {len(self.mixers)} caches, one a mixer, found {found}"
+            )
 
     def _join(self, x: jax.Array, branch: jax.Array, norm: RMSNorm) -> jax.Array:
         if self.post_norm:

@@ -7,17 +7,18 @@ rejected draft is undone by not moving the position: nothing is copied.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import float_dtype
 from replayssm_jax.layers.activations import ACTIVATIONS, Activation
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.options import check_option
 from replayssm_jax.layers.progress import Progress, Span
-from replayssm_jax.spec import float_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +48,8 @@ class CausalConv(CachedLayer):
     Tokens that are not real do not enter the history, wherever they stand, and give zero.
     """
 
+    cache_type: ClassVar[type] = ConvCache
+
     def __init__(
         self,
         channels: int,
@@ -61,6 +64,7 @@ class CausalConv(CachedLayer):
         bias_init: Any = nnx.initializers.zeros,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         if kernel_size < 1 or max_tokens < 1:
             raise ValueError(
                 "kernel_size and max_tokens must be at least 1, found "
@@ -74,6 +78,11 @@ class CausalConv(CachedLayer):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (kernel_size, channels), param_dtype))
         bias = bias_init(rngs.params(), (channels,), param_dtype) if use_bias else None
         self.bias = nnx.data(None) if bias is None else nnx.Param(bias)
+
+    @property
+    def features(self) -> int:
+        """C, channels."""
+        return self.channels
 
     @property
     def capacity(self) -> int:
@@ -91,6 +100,7 @@ class CausalConv(CachedLayer):
 
     def reset(self, cache: ConvCache, where: jax.Array) -> ConvCache:
         """Empty the rows `where` [B] bool, at the cost of moving their position."""
+        self.check_cache(cache)
         return dataclasses.replace(cache, progress=cache.progress.reset(where))
 
     def advance(
@@ -107,8 +117,6 @@ class CausalConv(CachedLayer):
         self, x: jax.Array, history: jax.Array | None, span: Span, *, drafts: bool = False
     ) -> tuple[jax.Array, jax.Array | None]:
         """Convolve `x` [B, T, C] at `span`; return y and the ring with the new inputs written."""
-        if x.ndim != 3 or x.shape[-1] != self.channels:
-            raise ValueError(f"x must have shape [B, T, {self.channels}], found {x.shape}")
         if drafts and x.shape[1] > self.max_tokens:
             raise ValueError(
                 f"T must be at most max_tokens={self.max_tokens}, found T={x.shape[1]}"
@@ -116,7 +124,8 @@ class CausalConv(CachedLayer):
         if history is not None and history.shape[1] != self.capacity:
             raise ValueError(
                 f"the history must hold kernel_size - 1 + max_tokens = {self.capacity} inputs, "
-                f"found {history.shape[1]}: was the cache made with another max_tokens?"
+                f"found {history.shape[1]}: was the cache made with another conv_kernel or "
+                "max_tokens?"
             )
         if history is not None and history.shape[2] != self.channels:
             raise ValueError(

@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import float_dtype
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.layers.activations import (
     default_A_log_init,
     default_dt_bias_init,
     default_kernel_init,
 )
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec, float_dtype
+from replayssm_jax.spec import ReplaySpec
 
 
 class _Rest(NamedTuple):
@@ -81,6 +83,7 @@ class GatedDeltaNet(ReplayMixer):
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         num_value_heads = num_key_heads if num_value_heads is None else num_value_heads
         self.dtype = float_dtype("dtype", dtype)
         self.allow_neg_eigval = allow_neg_eigval

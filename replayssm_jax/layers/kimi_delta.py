@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import float_dtype
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.layers.activations import (
     default_A_log_init,
@@ -21,10 +22,12 @@ from replayssm_jax.layers.activations import (
     default_kernel_init,
 )
 from replayssm_jax.layers.apart import apart
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec, float_dtype
+from replayssm_jax.layers.options import check_option
+from replayssm_jax.spec import ReplaySpec
 
 
 class _Rest(NamedTuple):
@@ -85,8 +88,9 @@ class KimiDeltaAttention(ReplayMixer):
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         self.dtype = float_dtype("dtype", dtype)
-        self.lower_bound = lower_bound
+        self.lower_bound = check_option("lower_bound", lower_bound, float | None)
         self.gate_rank = value_dim if gate_rank is None else gate_rank
         self.spec = ReplaySpec.kda(
             num_heads=num_heads,

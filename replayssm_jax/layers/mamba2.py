@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import check_dt_limits, float_dtype
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.layers.activations import (
     default_A_log_init,
     default_dt_bias_init,
     default_kernel_init,
 )
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.causal_conv import CausalConv, uniform_taps
 from replayssm_jax.layers.mixer import ReplayMixer
 from replayssm_jax.layers.norm import GatedRMSNorm
-from replayssm_jax.spec import ReplaySpec, check_dt_limits, float_dtype
+from replayssm_jax.spec import ReplaySpec
 
 
 class _Rest(NamedTuple):
@@ -89,6 +91,7 @@ class Mamba2(ReplayMixer):
         dt_bias_init: Any = default_dt_bias_init,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         self.dtype = float_dtype("dtype", dtype)
         self.dt_limits = check_dt_limits(dt_limits)
         self.spec = ReplaySpec.mamba2(

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from replayssm_jax.arguments import check_array
 from replayssm_jax.decode import commit, verify
 from replayssm_jax.inputs import TokenInputs
 from replayssm_jax.layers.cache import MixerCache, reset_pointer
-from replayssm_jax.layers.cached import CachedLayer, Mode, positions
+from replayssm_jax.layers.cached import CachedLayer, Mode
 from replayssm_jax.layers.causal_conv import CausalConv
 from replayssm_jax.layers.progress import Progress, Span
 from replayssm_jax.layers.sharding import run_sharded
@@ -25,14 +27,7 @@ from replayssm_jax.prefill import prefill
 from replayssm_jax.recurrence import recurrent_step
 from replayssm_jax.snapshots import Snapshots, verify_snapshots
 from replayssm_jax.spec import ReplaySpec
-from replayssm_jax.state import (
-    ReplayState,
-    check_array,
-    check_rounding_key,
-    check_type,
-    init_state,
-    materialize,
-)
+from replayssm_jax.state import ReplayState, check_rounding_key, init_state, materialize
 
 Decode = Literal["replay", "recurrent", "snapshot"]
 
@@ -48,14 +43,21 @@ _State = ReplayState | Snapshots | Stored
 
 
 class ReplayMixer(CachedLayer):
-    """Base of the mixers; `spec` and `conv` are set by the family.
+    """Base of the mixers; `spec`, `conv` and `in_proj` are set by the family.
 
     `y, cache = layer(x, cache)` advances by the T tokens of `x` [B, T, d_model]: a single token is
     decoded through the ring, more are prefilled. `verify` and `commit` are for drafts.
     """
 
+    cache_type: ClassVar[type] = MixerCache
     spec: ReplaySpec
     conv: CausalConv
+    in_proj: nnx.Linear
+
+    @property
+    def features(self) -> int:
+        """d_model."""
+        return self.in_proj.in_features
 
     def project(self, x: jax.Array) -> tuple[jax.Array, Any]:
         """Map x [B, T, d_model] to convolution channels [B, T, C] and what else `output` needs."""
@@ -122,7 +124,7 @@ class ReplayMixer(CachedLayer):
         resets: jax.Array | None = None,
     ) -> tuple[jax.Array, MixerCache | None]:
         """Advance by the tokens of `x` and commit them; arguments as in `CachedLayer`."""
-        rows, one_mask = positions(x, cache).shape, lengths is None or valid is None
+        rows, one_mask = self.positions(x, cache).shape, lengths is None or valid is None
         if cache is not None and x.shape[1] == 1 and resets is None and one_mask:
             if valid is not None:
                 valid = check_array("valid", valid, (*rows, 1), jnp.bool)
@@ -135,6 +137,7 @@ class ReplayMixer(CachedLayer):
 
     def commit(self, cache: MixerCache, accepted: jax.Array | int) -> MixerCache:
         """Accept the first `accepted` (int32 scalar or [B]) pending drafts of each row."""
+        self.check_cache(cache)
         state = cache.state
         if isinstance(state, ReplayState):
             assert cache.progress is not None
@@ -145,6 +148,7 @@ class ReplayMixer(CachedLayer):
 
     def reset(self, cache: MixerCache, where: jax.Array) -> MixerCache:
         """Empty the rows `where` [B] bool, at the cost of moving their pointer."""
+        self.check_cache(cache)
         assert cache.progress is not None
         where = cache.progress.flags(where)
         cache = super().reset(cache, where)
@@ -158,7 +162,7 @@ class ReplayMixer(CachedLayer):
     ) -> tuple[jax.Array, MixerCache | None]:
         """Run the layer at `span`; the returned cache's progress has not moved yet."""
         if cache is not None:
-            check_type("cache", cache, MixerCache)
+            self.check_cache(cache)
         channels, rest = self.project(x)
         history = None if cache is None else cache.history
         channels, history = self.conv.convolve(channels, history, span, drafts=mode == "verify")

@@ -11,6 +11,7 @@ from flax import nnx
 
 from replayssm_jax.layers.activations import ACTIVATIONS, Activation, default_kernel_init
 from replayssm_jax.layers.apart import apart
+from replayssm_jax.layers.arguments import check_features, check_params
 from replayssm_jax.layers.options import check_option
 
 
@@ -41,6 +42,7 @@ class MLP(nnx.Module):
         out_kernel_init: Any = default_kernel_init,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         linear = functools.partial(
             nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -51,6 +53,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map x [..., d_model] to [..., d_model]."""
+        check_features(x, self.up_proj.in_features)
         act = ACTIVATIONS[self.activation]
         if self.gate_proj is None:
             return self.down_proj(act(self.up_proj(x)))

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import float_dtype
 from replayssm_jax.layers.activations import ACTIVATIONS, Activation, default_kernel_init
+from replayssm_jax.layers.arguments import check_features, check_params
 from replayssm_jax.layers.mlp import MLP
 from replayssm_jax.layers.options import check_option
-from replayssm_jax.spec import float_dtype
 
 Scoring = Literal["softmax", "sigmoid"]
 
@@ -66,6 +67,7 @@ class MoE(nnx.Module):
         out_kernel_init: Any = _per_expert,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k must be between 1 and {num_experts}, found {top_k}")
         if num_experts % num_groups or not 1 <= top_groups <= num_groups:
@@ -137,6 +139,7 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map x [..., d_model] to [..., d_model]."""
+        check_features(x, self.router.shape[0])
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         weights, experts = self.route(tokens)
         flat = experts.reshape(-1)

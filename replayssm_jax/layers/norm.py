@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from replayssm_jax.layers.activations import ACTIVATIONS, Activation
+from replayssm_jax.layers.arguments import check_features, check_params
 from replayssm_jax.layers.options import check_option
 
 
@@ -32,11 +33,13 @@ class RMSNorm(nnx.Module):
         scale_init: Any = nnx.initializers.ones,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         self.epsilon = epsilon
         self.scale = nnx.Param(scale_init(rngs.params(), (features,), param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `x` [..., features]."""
+        check_features(x, self.scale.shape[0])
         y = _rms_normalise(x.astype(jnp.float32), self.epsilon)
         return _scaled(y, self.scale[...]).astype(x.dtype)
 
@@ -61,6 +64,7 @@ class GatedRMSNorm(nnx.Module):
         scale_init: Any = nnx.initializers.ones,
         rngs: nnx.Rngs,
     ):
+        check_params(param_dtype, rngs)
         if features % num_groups:
             raise ValueError(
                 f"num_groups must divide features, found num_groups={num_groups} "
@@ -74,6 +78,7 @@ class GatedRMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, z: jax.Array) -> jax.Array:
         """Normalise `x` [..., features] and gate it by `z` of the same shape; float32 out."""
+        check_features(x, self.scale.shape[0])
         y = x.astype(jnp.float32)
         gate = ACTIVATIONS[self.activation](z.astype(jnp.float32))
         if not self.norm_before_gate:

@@ -8,8 +8,14 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from replayssm_jax.spec import check_bool, check_choice, check_dt_limits, check_int, check_number
-from replayssm_jax.state import check_type
+from replayssm_jax.arguments import (
+    check_bool,
+    check_choice,
+    check_dt_limits,
+    check_int,
+    check_number,
+    check_type,
+)
 
 # Numbers are finite and integers at least 1, except:
 _LEAST = {"d_shared": 0, "gate_rank": 0}

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax.state import as_int32, check_array, concrete
+from replayssm_jax.arguments import as_int32, check_array, concrete
 
 
 @jax.tree_util.register_dataclass

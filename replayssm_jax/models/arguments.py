@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replayssm_jax.arguments import check_arrays, check_type, concrete, known_mask
 from replayssm_jax.checks import debug_check
 from replayssm_jax.layers.progress import Span
 from replayssm_jax.models.cache import HybridCache
-from replayssm_jax.spec import check_arrays
-from replayssm_jax.state import check_type, concrete, known_mask
 
 
 def check_cache(cache: Any, name: str = "cache") -> int:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from replayssm_jax.arguments import check_choice, check_type
 from replayssm_jax.layers.activations import Activation
 from replayssm_jax.layers.moe import Scoring
 from replayssm_jax.layers.options import Options
-from replayssm_jax.spec import check_choice, state_dtype_of
-from replayssm_jax.state import check_type
+from replayssm_jax.precision import state_dtype_of
 
 MixerKind = Literal["mamba2", "gated_delta_net", "kda", "attention"]
 MLPKind = Literal["swiglu", "relu2", "moe"]
@@ -187,7 +187,7 @@ class HybridConfig(Options):
       embedding_scale, residual_scale, logit_scale: multipliers of the embeddings, of every branch
         as it joins the residual stream, and of the logits.
       replay_window: records that a replay ring may hold before it is folded.
-      max_tokens: most drafts that one `verify` takes.
+      max_tokens: most drafts that one `verify` takes; of replay layers at most `replay_window`.
       state_dtype: of recurrent states: "float32", or "bfloat16", "float16", "float8_e4m3fn",
         "float8_e5m2" or "int8"; see `ReplaySpec`.
       read_dtype: None, or the low-precision format of the copies of float32 states that decoding
@@ -235,6 +235,12 @@ class HybridConfig(Options):
                 check_type(f"layers[{i}]", layer, LayerConfig)
         if not self.blocks:
             raise ValueError("the model needs at least one layer, found none")
+        replays = any(set(block.mixers) - {"attention"} for block in self.blocks)
+        if replays and self.max_tokens > self.replay_window:
+            raise ValueError(
+                f"max_tokens must be at most replay_window, found max_tokens={self.max_tokens} "
+                f"and replay_window={self.replay_window}"
+            )
 
     @property
     def blocks(self) -> tuple[LayerConfig, ...]:

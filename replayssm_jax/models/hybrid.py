@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import check_arrays, check_int, check_type, float_dtype
 from replayssm_jax.layers import HybridBlock, RMSNorm
 from replayssm_jax.layers.activations import default_kernel_init
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.layers.cache import (
     attach,
     detach,
@@ -38,8 +40,7 @@ from replayssm_jax.models.cache import HybridCache
 from replayssm_jax.models.config import HybridConfig
 from replayssm_jax.models.partition import place
 from replayssm_jax.models.stacking import scan_cached, scan_train, stack_cache, stack_modules
-from replayssm_jax.spec import check_arrays, check_int, float_dtype
-from replayssm_jax.state import Pointer, check_rows, check_slots, check_type
+from replayssm_jax.state import Pointer, check_rows, check_slots
 
 
 class HybridLM(nnx.Module):
@@ -68,7 +69,7 @@ class HybridLM(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_type("config", config, HybridConfig)
-        check_type("rngs", rngs, nnx.Rngs)
+        check_params(param_dtype, rngs)
         self.config = config
         self.dtype = float_dtype("dtype", dtype)
         self.embed = nnx.Embed(

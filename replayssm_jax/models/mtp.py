@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from replayssm_jax.arguments import check_arrays, check_int, check_type
 from replayssm_jax.layers import MLP, RMSNorm
 from replayssm_jax.layers.activations import default_kernel_init
+from replayssm_jax.layers.arguments import check_params
 from replayssm_jax.models.arguments import check_tokens
 from replayssm_jax.models.hybrid import HybridLM
-from replayssm_jax.spec import check_arrays, check_int
-from replayssm_jax.state import check_type
 
 
 class MTPHead(nnx.Module):
@@ -100,7 +100,7 @@ class MTPHeads(nnx.Module):
     ):
         check_int("num_heads", num_heads)
         d_ff = check_int("d_ff", d_model if d_ff is None else d_ff)
-        check_type("rngs", rngs, nnx.Rngs)
+        check_params(param_dtype, rngs)
         self.d_model = check_int("d_model", d_model)
         self.heads: nnx.List[MTPHead] = nnx.List(
             [
@@ -156,6 +156,8 @@ def distillation_loss(
     Raises:
       TypeError, ValueError: `num_drafts` below 1, text that is too short, heads of another width.
     """
+    check_type("heads", heads, MTPHeads)
+    check_type("model", model, HybridLM)
     check_int("num_drafts", num_drafts)
     check_tokens(tokens)
     width = tokens.shape[1]

@@ -13,6 +13,7 @@ def test_shipped_weights_decode_the_same_tokens_in_fewer_passes(capsys, monkeypa
     assert speculative_decoding.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "identical 96/96" in printed
+    assert "\u0332" in printed and "\u0336" in printed  # accepted and refused, without colours
     assert "Gated DeltaNet, drafts by heads: 12 passes of row 0" in printed
     assert re.search(r"tokens per second: plain [\d,]+, speculative [\d,]+, [\d.]+x", printed)
     rows = re.findall(r"│ +\d+ │ +48 │ +(\d+) │ +([\d.]+) │ +(\d+) │ +(\d+) \((\d+)%\)", printed)

@@ -27,8 +27,8 @@ _LAYERS = {
 def unfilled(family, **options):
     """A layer with the parameters that its initialisers make."""
     kind, defaults = _LAYERS[family]
-    options = {"replay_window": 8, "max_tokens": SHORT, **defaults, **options}
-    return kind(D_MODEL, rngs=nnx.Rngs(0), **options)
+    options = {"replay_window": 8, "max_tokens": SHORT, "rngs": nnx.Rngs(0), **defaults, **options}
+    return kind(D_MODEL, **options)
 
 
 def make_layer(family, seed=0, **options):

@@ -169,7 +169,7 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="kernel_size and max_tokens"):
         make_conv(0)
     conv = make_conv(4)
-    with pytest.raises(ValueError, match=r"x must have shape \[B, T, 3\]"):
+    with pytest.raises(ValueError, match=r"x must have shape \[..., 3\], found \(2, 5, 4\)"):
         conv(jnp.zeros((2, 5, 4)))
     with pytest.raises(ValueError, match="T must be at most max_tokens=4"):
         conv.verify(inputs(2, 5), conv.init_cache(2))

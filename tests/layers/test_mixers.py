@@ -424,7 +424,7 @@ def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="T must be at most max_tokens=4, found T=5"):
         layer.verify(x, cache)
     with pytest.raises(
-        ValueError, match=r"x must have shape \[B, T, d\].*one token is x\[:, None\]"
+        ValueError, match=r"x must have shape \[B, T, 12\].*one token is x\[:, None\]"
     ):
         layer(x[:, 0], cache)
     with pytest.raises(ValueError, match="x has 2 rows, the cache 4"):

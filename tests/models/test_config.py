@@ -83,6 +83,7 @@ def test_default_widths():
         (dict(residual_scale=math.nan), "residual_scale must be finite, found nan"),
         (dict(embedding_scale=math.inf), "embedding_scale must be finite, found inf"),
         (dict(norm_epsilon=-1), "norm_epsilon must be at least 0, found -1"),
+        (dict(max_tokens=9, replay_window=8), "max_tokens must be at most replay_window, found"),
         (dict(pattern="A", mixer="x"), "mixer must be one of .*, found 'x'"),
     ],
 )

@@ -742,6 +742,9 @@ def test_what_raises_does_not_cost_the_state():
     for broken, message in [
         (dict(propose=lambda *_: 1 / 0), "division by zero"),
         (dict(propose=lambda self, state, turn: (wrong, state)), r"\(3, 3\), found \(3, 1\)"),
+        (dict(propose=lambda *_: wrong), r"propose must return \(Drafts, state\), found Drafts"),
+        (dict(propose=lambda *_: [wrong, 1]), r"\(Drafts, state\), found list"),
+        (dict(propose=lambda *_: (1, wrong)), r"\(Drafts, state\), found \(int, Drafts\)"),
         (dict(observe=lambda self, state, tokens, kept: state.tokens), "pytree structure"),
     ]:
         drafter = jax.tree_util.register_static(type("Broken", (NGramDrafter,), broken))()
@@ -763,6 +766,8 @@ def test_heads_of_another_target_raise():
         speculative_generate(model, PROMPTS, MTPDrafter(heads, other), max_new_tokens=2)
     with pytest.raises(ValueError, match="d_model=8, found a model with d_model=16"):
         distillation_loss(heads, model, jnp.ones((1, 6), jnp.int32))
+    with pytest.raises(TypeError, match="heads must be a MTPHeads, found HybridLM"):
+        distillation_loss(other, heads, jnp.ones((1, 6), jnp.int32))
     for call, name in [
         (lambda: distillation_loss(heads, other, [[1] * 6]), "tokens"),
         (lambda: heads(other, [[1.0] * 8], jnp.ones(1, jnp.int32)), "hidden"),

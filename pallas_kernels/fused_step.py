@@ -226,7 +226,7 @@ class Step(Fold):
         return loads
 
     def start_window(self) -> None:
-        """Start the copies of the committed records."""
+        """Start the copies of the committed records: all of it, but for what comes apart."""
         p, sm, b, ring = self.p, self.sm, self.b, self.ring
         bar = sm.window_bar
 
@@ -284,13 +284,9 @@ class Step(Fold):
 
     def start_records_after(self, i: Any) -> None:
         """Start the copies of the records that have a place now that tile i was read."""
-        p, c = self.p, self.c
-        in_tile, _ = p.records_in_tile(c)
-        freed = i - (c.num_tiles - c.copies)
-        for n in range(0, min(in_tile, p.window), p.chunk):
-            first = freed * in_tile + n
+        for first, exists in self.p.records_after(self.c, i):
 
-            @pl.when((freed >= 0) & (first < p.window))
+            @pl.when(exists)
             def _(first: Any = first) -> None:
                 self.start_chunk(first, self.copy_of_records(self.sm.record_bar))
 
@@ -368,9 +364,10 @@ class Step(Fold):
         }
 
     def first_slot(self, first: int) -> jax.Array:
-        """Slot of the first of eight records; if it is dead, of the first of all, which comes.
+        """Slot of the first of eight records; if it is dead, of the first of all.
 
-        Only beside a copy, where the gates are more than a hundredth of all that is read.
+        That is loaded anyway: gates of dead ones would cost traffic, beside a copy more than a
+        hundredth of the step's.
         """
         slot = self.slot(first)
         if self.copy is None or not first:
@@ -631,7 +628,8 @@ class Step(Fold):
         """Stream the tiles of the state, or of its copy, past the columns.
 
         While the last tile is on its way gates are weighed and keys scored, and for one token and a
-        copy records replayed. Returns what `replay` found then.
+        copy records replayed; where they follow the tiles, after all of these. Returns what
+        `replay` found then.
         """
         p, sm = self.p, self.sm
         if self.copy is None:
@@ -660,8 +658,7 @@ class Step(Fold):
             read = self.read_tile(tiles.at[slot], i, operands)
             if read is not None:
                 reads = gather(reads, i, read)
-            more = self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last)
-            if more or self.records_follow:
+            if self.c.num_tiles > stages and (p.num_tokens > 1 or i is not last):
                 self.meet()  # all threads have read the tile
                 if self.records_follow:
                     self.start_records_after(i)
@@ -685,7 +682,7 @@ class Step(Fold):
             if sm.record_bar is not None:
                 plgpu.barrier_wait(sm.record_bar)
             found = self.replay()
-            if not self.records_follow:
+            if before_scores == last:
                 read_one(last, ())
             return found
         reads = pl.loop(0, self.c.num_tiles, init_carry=self.no_reads())(read_one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,19 +122,32 @@ class Problem:
     def records_follow(self, config: Config, mode: Mode) -> bool:
         """Whether records come where a read copy's last tiles were, as soon as those are read.
 
-        A fold has others there. Under the delta rule it gains nothing, and where all tiles are in
-        flight at once, as with few rows, records would come late.
+        A fold has other arrays in the place of its records. Under the delta rule it gains nothing.
+        Where all tiles are in flight at once, as with few rows, records would come late, and tile
+        after tile with one.
         """
-        if mode.fold or self.delta or not self.packs_terms or config.num_tiles <= config.copies:
+        if mode.fold or self.delta or not self.packs_terms:
             return False
-        in_tile, rest = self.records_in_tile(config)
-        fit = self.window <= config.copies * in_tile and in_tile % self.chunk == 0
-        return fit and not rest and config.num_tiles % config.copies == 0
+        if not 1 < config.copies < config.num_tiles or config.num_tiles % config.copies:
+            return False  # else places become free from the first on
+        tile, record = TILE * self.key_dim * self.read_bytes, self.record_bytes(config)
+        # Records lie side by side, and no chunk of them over two places.
+        return tile % (record * self.chunk) == 0 and self.window * record <= config.copies * tile
 
-    def records_in_tile(self, config: Config) -> tuple[int, int]:
-        """Records that a program has in the place of a tile of the copy, and bytes left of it."""
-        record = config.num_rows * jnp.dtype(self.record_dtype).itemsize
-        return divmod(TILE * self.key_dim * self.read_bytes, record)
+    def record_bytes(self, config: Config) -> int:
+        """Of a record of all state rows of a program."""
+        return config.num_rows * jnp.dtype(self.record_dtype).itemsize
+
+    def records_after(self, config: Config, i: Any) -> Iterator[tuple[Any, Any]]:
+        """Where `records_follow`: the chunks whose place is free once tile i was read.
+
+        Each as its first record, and whether there is one.
+        """
+        in_tile = TILE * self.key_dim * self.read_bytes // self.record_bytes(config)
+        freed = i - (config.num_tiles - config.copies)
+        for n in range(0, min(in_tile, self.window), self.chunk):
+            first = freed * in_tile + n
+            yield first, (freed >= 0) & (first < self.window)
 
     @property
     def has_float_operand(self) -> bool:

@@ -26,7 +26,7 @@ class Scratch(NamedTuple):
     window_bar: Any
     state_bar: Any = None
     copy_bar: Any = None
-    record_bar: Any = None  # apart where a fold brings no records
+    record_bar: Any = None  # apart where records come late, or a fold brings none
     value_bar: Any = None  # of new values that come late
 
     state: Any = None  # state tiles in flight
@@ -162,7 +162,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
-        if follow:
+        if follow:  # one behind the other in the places of tiles, while later ones have tiles yet
+            assert [*reads] == ["copy"]
             uses += records
             records = []
         elif p.solves_again:

@@ -89,7 +89,7 @@ class Solve(Program):
 
     def slot(self, j: Any) -> jax.Array:
         """Slot of record j of the window."""
-        if isinstance(j, int):  # eights at an address
+        if isinstance(j, int):  # the same: eight share an address, since `start` is one of them
             return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
         return lax.rem(self.start + j, self.p.capacity)
 

@@ -158,7 +158,18 @@ def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:
     return joined
 
 
-# Under jit there is one kernel to compile, however many layers call it.
+def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` under jit, so that there is one kernel to compile, however many layers call it.
+
+    Its arrays have 32 bits or fewer; of Python's integers `jax_enable_x64` would make 64.
+    """
+
+    @jax.jit
+    def run(*arrays: Any) -> Any:
+        with jax.enable_x64(False):
+            return f(*arrays)
+
+    return _join_vmapped_axes(run)
 
 
 @functools.lru_cache(maxsize=128)
@@ -168,22 +179,22 @@ def _in_place(
     run = functools.partial(_module(implementation).step, spec, implementation, masked)
     if takes_flush(implementation):
         run = functools.partial(run, flush)
-    return _join_vmapped_axes(jax.jit(run))
+    return _compiled(run)
 
 
 @functools.lru_cache(maxsize=128)
 def _fold(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
     run = functools.partial(_module(implementation).fold, spec, implementation)
-    return _join_vmapped_axes(jax.jit(run))
+    return _compiled(run)
 
 
 @functools.lru_cache(maxsize=128)
 def _conventional(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
     run = functools.partial(_module(implementation).recurrent_step, spec)
-    return _join_vmapped_axes(jax.jit(run))
+    return _compiled(run)
 
 
 @functools.lru_cache(maxsize=128)
 def _snapshots(spec: ReplaySpec, implementation: str) -> Callable[..., Any]:
     run = functools.partial(_module(implementation).verify_snapshots, spec)
-    return _join_vmapped_axes(jax.jit(run))
+    return _compiled(run)

@@ -190,6 +190,16 @@ def check_who_reads_what(spec, implementation):
     assert np.isfinite(output).all()
 
 
+def records_follow(spec, batch_size):
+    """Whether a step of one token that folds no row brings records in the place of tiles."""
+    from pallas_kernels import configs
+    from pallas_kernels.problem import Mode
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    problem, mode = problem_of(spec, batch_size, 1), Mode(fold=False)
+    return problem.records_follow(configs.choose(problem, mode), mode)
+
+
 def check_windowed_loop(spec, implementation):
     """Against XLA: steps of all rows, rows that idle, and rows that outrun their window.
 

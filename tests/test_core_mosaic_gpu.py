@@ -17,7 +17,9 @@ from kernel_cases import (
     check_who_reads_what,
     check_windowed_loop,
     cut_as_for_large_batches,
+    records_follow,
 )
+from oracle import make_spec
 
 import replayssm_jax as rs
 
@@ -120,3 +122,23 @@ def wide_programs():
 @pytest.mark.usefixtures("wide_programs")
 class TestMosaicGpuWide(OtherCut, TestMosaicGpu):
     test_longer_windows_with_a_read_copy = None
+
+    @pytest.mark.parametrize("window", [5, 16, 32])
+    @pytest.mark.parametrize("read_dtype", ["bfloat16", "float16", "float8_e4m3fn", "int8"])
+    def test_records_that_follow_tiles(self, read_dtype, window):
+        spec = rs.ReplaySpec.mamba2(
+            num_heads=16,
+            num_groups=2,
+            head_dim=64,
+            state_dim=128,
+            window=window,
+            read_dtype=read_dtype,
+        )
+        assert records_follow(spec, 2)
+        check_windowed_loop(spec, self.implementation)
+
+    def test_records_that_follow_tiles_with_channel_decay(self):
+        dims = dict(num_heads=2, num_groups=2, value_dim=256, key_dim=128)
+        spec = make_spec("gla", window=8, read_dtype="int8", **dims)
+        assert records_follow(spec, 2)
+        check_windowed_loop(spec, self.implementation)

@@ -18,6 +18,7 @@ from kernel_cases import (
     check_who_reads_what,
     check_windowed_loop,
     cut_as_for_large_batches,
+    records_follow,
 )
 from oracle import assert_close, make_spec, poison_dead_slots, random_inputs, reference, tokens
 
@@ -204,7 +205,8 @@ def test_records_that_follow_several_tiles_in_the_interpreter():
         problem, mode = problem_of(spec, 3, 1), Mode(fold=False, interpret=True)
         cut = configs.choose(problem, mode)
         assert problem.records_follow(cut, mode)
-        assert problem.records_in_tile(cut) == (8, 0)
+        places = [problem.records_after(cut, i) for i in range(4, 8)]
+        assert [any(exists for _, exists in place) for place in places] == [True] * 3 + [False]
         found = read(given)
     expected, _ = rs.step(spec, state, token, implementation="xla")
     assert_close(found, expected, 1e-2)  # of bf16 outputs
@@ -335,23 +337,86 @@ def test_cuts_of_real_layers(layer, num_tokens, read_dtype):
 @pytest.mark.parametrize("window", [16, 32])
 @pytest.mark.parametrize("read_dtype", ["bfloat16", "int8"])
 def test_records_follow_the_tiles_of_a_real_layer(read_dtype, window):
-    """All of them, each where tiles were read before; not beside a fold, which has its own."""
+    """Not beside a fold, which has other arrays there."""
+    from pallas_kernels import configs
+    from pallas_kernels.problem import Mode
+    from replayssm_jax.mosaic_gpu import problem_of
+
+    spec = dataclasses.replace(LAYERS["mamba2"], read_dtype=read_dtype, window=window)
+    assert records_follow(spec, 256)
+    problem = problem_of(spec, 256, 1)
+    assert not problem.records_follow(configs.choose(problem, Mode(fold=False)), Mode())
+
+
+def test_what_records_follow_is_not_needed_any_more():
+    """Every chunk comes once, in order, where tiles were read and no other comes."""
     from pallas_kernels import configs
     from pallas_kernels.problem import TILE, Mode
     from replayssm_jax.mosaic_gpu import problem_of
 
+    mode, found = Mode(fold=False), []
+    sizes = [(4, 32, 64), (5, 48, 128), (8, 64, 128), (16, 64, 128), (2, 256, 64), (3, 128, 48)]
+    formats = [("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int8", "float32")]
+    for (heads, rows, keys), (read, values), window, family in itertools.product(
+        sizes, formats, (1, 5, 8, 13, 16, 31, 48, 64), ("mamba2", "gla")
+    ):
+        dims = dict(num_heads=heads, num_groups=1, value_dim=rows, key_dim=keys)
+        spec = make_spec(family, window=window, read_dtype=read, value_dtype=values, **dims)
+        problem = problem_of(spec, 256, 1)
+        for widest, copies in itertools.product(configs.configs(problem), range(1, 9)):
+            cut = dataclasses.replace(widest, copies=copies)
+            if not problem.records_follow(cut, mode):
+                continue
+            tile, record = TILE * keys * spec.read_dtype.itemsize, problem.record_bytes(cut)
+            places, chunks = list(range(copies)), []  # the tile in each, or "free" or "records"
+            for i in range(cut.num_tiles):
+                assert places[i % copies] == i
+                places[i % copies] = "free"
+                for first, exists in problem.records_after(cut, i):
+                    if exists:
+                        chunks.append(first)
+                        end = (first + problem.chunk) * record
+                        assert end <= copies * tile
+                        for place in range(first * record // tile, -(-end // tile)):
+                            assert places[place] in ("free", "records")
+                            places[place] = "records"
+                if i + copies < cut.num_tiles:
+                    assert places[i % copies] == "free"
+                    places[i % copies] = i + copies
+            assert chunks == [*range(0, window, problem.chunk)]
+            found.append(cut)
+    assert len(found) > 100
+
+
+@pytest.mark.parametrize("read_dtype, window", [("bfloat16", 13), ("int8", 32)])
+def test_steps_whose_records_follow_lower(read_dtype, window):
     spec = dataclasses.replace(LAYERS["mamba2"], read_dtype=read_dtype, window=window)
-    problem = problem_of(spec, 256, 1)
-    cut = configs.choose(problem, Mode(fold=False))
-    assert problem.records_follow(cut, Mode(fold=False))
-    assert not problem.records_follow(cut, Mode())
-    records = window * cut.num_rows * spec.value_dtype.itemsize
-    assert records <= cut.copies * TILE * spec.key_dim * spec.read_dtype.itemsize
-    narrow = dataclasses.replace(spec, key_dim=48, read_dtype="int8", window=8)
-    problem = problem_of(narrow, 256, 1)
-    cut = dataclasses.replace(configs.configs(problem)[0], copies=4)
-    assert (cut.num_tiles, problem.records_in_tile(cut)) == (8, (3, 0))  # no whole chunk in a tile
-    assert not problem.records_follow(cut, Mode(fold=False))
+    assert records_follow(spec, 256)
+    state = jax.eval_shape(lambda: rs.init_state(spec, 256))
+    inputs = jax.eval_shape(lambda: random_inputs(spec, 256, window))
+
+    def loop(state, inputs):
+        turns = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0)[:, :, None], inputs)
+        step = lambda state, token: rs.step(spec, state, token)[::-1]  # noqa: E731
+        return rs.scan_steps(step, state, turns, window=window)
+
+    assert "mosaic_gpu" in lowered(loop, state, inputs, device="NVIDIA H200")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, read_dtype", [("mamba2", None), ("kda", "int8")])
+def test_kernels_where_float64_is_the_default(family, read_dtype):
+    spec = make_spec(family, window=3, max_tokens=2, read_dtype=read_dtype, **SHAPES[family])
+    inputs = random_inputs(spec, 2, 2)
+
+    def outputs():
+        state = rs.init_state(spec, 2)
+        with dispatch.interpreted_kernels():
+            return rs.verify(spec, state, inputs, implementation="mosaic_gpu")
+
+    expected = outputs()
+    with jax.enable_x64(True):
+        chex.assert_trees_all_equal(outputs(), expected)
 
 
 def test_two_state_tiles_in_flight_beside_a_copy_are_refused():

@@ -9,6 +9,8 @@ the carry. A flush drops pending drafts, those of idle rows too: commit before t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from replayssm_jax.arguments import check_int
 from replayssm_jax.state import Phase, Pointer
 
 Carry = TypeVar("Carry")
+Made = TypeVar("Made")
 
 
 def scan_steps(
@@ -65,30 +68,20 @@ def scan_steps(
     num_steps = _num_steps(xs, length)
     num_windows, rest = divmod(num_steps, window)
 
-    def run_window(carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
-        first = jax.tree.map(lambda x: x[0], xs)
-        carry, y = _in_phase(f, Phase(True, window))(carry, first)
-        later = jax.tree.map(lambda x: x[1:], xs)
-        carry, ys = jax.lax.scan(_in_phase(f, Phase(False, window)), carry, later, size - 1)
-        return carry, jax.tree.map(
-            lambda y, ys: jnp.concatenate([jnp.expand_dims(y, 0), ys]), y, ys
-        )
-
+    steps = _kept(f, window, _Steps)
     split = num_windows * window
     whole = jax.tree.map(lambda x: x[:split].reshape(num_windows, window, *x.shape[1:]), xs)
     tail = jax.tree.map(lambda x: x[split:], xs)
     parts = []
     carry = jax.tree.map(jnp.asarray, init)  # as scan does, also where no whole window runs
     if num_windows:
-        carry, ys = jax.lax.scan(
-            lambda carry, xs: run_window(carry, xs, window), carry, whole, num_windows
-        )
+        carry, ys = jax.lax.scan(steps.window, carry, whole, num_windows)
         parts.append(jax.tree.map(lambda y: y.reshape(split, *y.shape[2:]), ys))
     if rest:
-        carry, ys = run_window(carry, tail, rest)
+        carry, ys = steps.run(carry, tail, rest)
         parts.append(ys)
     if not parts:
-        return jax.lax.scan(_in_phase(f, Phase(True, window)), carry, xs, 0)
+        return jax.lax.scan(steps.flush, carry, xs, 0)
     return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *parts)
 
 
@@ -117,19 +110,7 @@ def while_loop(
       ValueError: no ReplayState in the carry, a window too large.
     """
     window = _check_window(init_val, window)
-
-    def in_phase(flush: bool) -> Callable[[Carry, None], tuple[Carry, None]]:
-        def step(carry: Carry, _: None) -> tuple[Carry, None]:
-            found = body_fun(set_phase(carry, Phase(flush, window)))
-            return _same_carry("body_fun", carry, set_phase(found, None)), None
-
-        return step
-
-    def run_window(carry: Carry) -> Carry:
-        carry, _ = in_phase(True)(carry, None)
-        carry, _ = jax.lax.scan(in_phase(False), carry, None, window - 1)
-        return carry
-
+    run_window = _kept(body_fun, window, _while_body)
     return jax.lax.while_loop(cond_fun, run_window, init_val)
 
 
@@ -147,11 +128,61 @@ def set_phase(tree: Carry, phase: Phase | None) -> Carry:
     )
 
 
-def _in_phase(
-    f: Callable[[Carry, Any], tuple[Carry, Any]], phase: Phase
-) -> Callable[[Carry, Any], tuple[Carry, Any]]:
+# JAX keeps what it compiled of a loop by the identity of its body, as long as that lives.
+_bodies: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _kept(f: Any, window: int, make: Callable[[Callable[[], Any], int], Made]) -> Made:
+    """What `make` makes of a reference to `f` and the window: one for as long as `f` lives."""
+    try:
+        held = _bodies.setdefault(f, {})
+    except TypeError:  # not hashable, or without weak references
+        return make(lambda: f, window)
+    if (make, window) not in held:
+        held[make, window] = make(weakref.ref(f), window)
+    return held[make, window]
+
+
+class _Steps:
+    """Bodies of scans over the steps of `f`: one that flushes, one that does not, a window."""
+
+    def __init__(self, f: Callable[[], Any], window: int):
+        self.flush = _in_phase(f, Phase(True, window))
+        self.hold = _in_phase(f, Phase(False, window))
+        self.window = functools.partial(self.run, size=window)
+
+    def run(self, carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
+        """Scan over one window of `size` steps."""
+        first = jax.tree.map(lambda x: x[0], xs)
+        carry, y = self.flush(carry, first)
+        later = jax.tree.map(lambda x: x[1:], xs)
+        carry, ys = jax.lax.scan(self.hold, carry, later, size - 1)
+        return carry, jax.tree.map(
+            lambda y, ys: jnp.concatenate([jnp.expand_dims(y, 0), ys]), y, ys
+        )
+
+
+def _while_body(f: Callable[[], Any], window: int) -> Callable[[Carry], Carry]:
+    """The body of a while loop over whole windows of `f`."""
+
+    def in_phase(flush: bool) -> Callable[[Carry, None], tuple[Carry, None]]:
+        def step(carry: Carry, _: None) -> tuple[Carry, None]:
+            found = f()(set_phase(carry, Phase(flush, window)))
+            return _same_carry("body_fun", carry, set_phase(found, None)), None
+
+        return step
+
+    def run_window(carry: Carry) -> Carry:
+        carry, _ = in_phase(True)(carry, None)
+        carry, _ = jax.lax.scan(in_phase(False), carry, None, window - 1)
+        return carry
+
+    return run_window
+
+
+def _in_phase(f: Callable[[], Any], phase: Phase) -> Callable[[Carry, Any], tuple[Carry, Any]]:
     def wrapped(carry: Carry, x: Any) -> tuple[Carry, Any]:
-        found = f(set_phase(carry, phase), x)
+        found = f()(set_phase(carry, phase), x)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             parts = f" of {len(found)}" if isinstance(found, (tuple, list)) else ""
             raise TypeError(f"f must return (carry, y), found {type(found).__name__}{parts}")

@@ -11,6 +11,7 @@ float32 one, `precision.decode` turns it back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -64,8 +65,7 @@ def recurrent_step(
             "through prefill",
         )
         return kernels.recurrent_step(spec, state, inputs, implementation=chosen)
-    output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)
-    return output[:, None], state
+    return _one(spec, state, inputs, keys)
 
 
 def recurrent_scan(
@@ -87,14 +87,27 @@ def recurrent_scan(
     """
     _check_state(spec, state)
     check_inputs(spec, inputs, state.shape[0])
+    return _scan(spec, state, inputs, check_rounding_key(spec, state.shape[0], rounding_key))
 
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _one(
+    spec: ReplaySpec, state: Any, inputs: TokenInputs, keys: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)
+    return output[:, None], state
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _scan(
+    spec: ReplaySpec, state: Any, inputs: TokenInputs, keys: jax.Array | None
+) -> tuple[jax.Array, Any]:
     def body(carry: Any, token: TokenInputs) -> tuple[Any, jax.Array]:
         state, keys = carry
         now, keys = (None, None) if keys is None else precision.advance(keys)
         output, state = _step(spec, state, token, now)
         return (state, keys), output
 
-    keys = check_rounding_key(spec, state.shape[0], rounding_key)
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs)
     (state, _), outputs = jax.lax.scan(body, (state, keys), tokens)
     return jnp.moveaxis(outputs, 0, 1), state

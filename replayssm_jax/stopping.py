@@ -55,7 +55,7 @@ class Stops:
             row of padding is no sequence and stops nothing, and so is an empty list.
 
         Raises:
-          TypeError: tokens that are no integers.
+          TypeError: tokens that are no integers, sequences that are no list.
           ValueError: wrong shapes.
         """
         if isinstance(tokens, list | tuple) and tokens and np.ndim(tokens[0]):
@@ -69,6 +69,10 @@ class Stops:
             if tokens.ndim == 1:
                 tokens = jnp.broadcast_to(tokens[None, :], (batch_size, tokens.shape[0]))
         if sequences is not None and not isinstance(sequences, jax.Array):
+            if not isinstance(sequences, Sequence | np.ndarray):
+                raise TypeError(
+                    f"stop_sequences must be a list of token sequences, found {sequences!r}"
+                )
             sequences = _padded(sequences, "stop_sequences") if len(sequences) else None
         if sequences is not None:
             sequences = as_int32("stop_sequences", sequences)

@@ -125,6 +125,19 @@ def check_floats(**arrays: Any) -> None:
             raise TypeError(f"{name} must be of a floating dtype, found {array.dtype.name}")
 
 
+def check_not_explicit(**trees: Any) -> None:
+    """Raise ValueError for arrays that are sharded over explicit axes of a mesh."""
+    for name, tree in trees.items():
+        for x in jax.tree.leaves(tree):
+            spec = jax.typeof(x).sharding.spec
+            if any(axis is not None for axis in spec):
+                raise ValueError(
+                    f"{name} must not be sharded over explicit axes of a mesh, found {spec}: make "
+                    "the mesh with axis_types=(jax.sharding.AxisType.Auto,) for each axis, call it "
+                    "inside jax.shard_map, or place models by shard_model"
+                )
+
+
 def concrete(x: Any) -> Any | None:
     """The value of `x` where it is known (not traced, and all of it in this process), else None."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax import dispatch, window
-from replayssm_jax.arguments import as_int32, check_array, concrete, known_mask
+from replayssm_jax.arguments import as_int32, check_array, check_not_explicit, concrete, known_mask
 from replayssm_jax.checks import debug_check
 from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due, stored_of
 from replayssm_jax.gradients import not_differentiable
@@ -75,6 +75,7 @@ def verify(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
+    check_not_explicit(state=state, inputs=inputs)
     arrays = (state.checkpoint, inputs)
     chosen = dispatch.resolve(
         implementation, spec, num_tokens, arrays=arrays, tree=parents is not None
@@ -110,6 +111,7 @@ def step(
     """
     batch_size = check_state(spec, state)
     check_inputs(spec, inputs, batch_size, max_tokens=1)
+    check_not_explicit(state=state, inputs=inputs)
     chosen = dispatch.resolve(implementation, spec, 1, arrays=(state.checkpoint, inputs))
     check_gates(inputs.g)
     _check_phase(spec, state)
@@ -187,6 +189,7 @@ def flush(
     chosen = dispatch.resolve(implementation, spec, 0, arrays=state.checkpoint)
     if where is not None:
         require_ragged(state, "where")
+        check_not_explicit(state=state)
         where = check_array("where", where, (batch_size,), jnp.bool)
     return _flush(spec, state, where, chosen)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import precision, window
-from replayssm_jax.arguments import check_array, check_int
+from replayssm_jax.arguments import check_array, check_int, check_not_explicit
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
 from replayssm_jax.flush_switch import stored_of
 from replayssm_jax.inputs import TokenInputs, check_inputs
@@ -69,6 +69,7 @@ def prefill(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size)
+    check_not_explicit(state=state, inputs=inputs)
     if lengths is not None and valid is not None:
         raise ValueError("give lengths or valid, found both")
     lengths = check_lengths(state, lengths, num_tokens)

@@ -16,6 +16,7 @@ from replayssm_jax.arguments import (
     check_arrays,
     check_bool,
     check_int,
+    check_not_explicit,
     check_type,
     concrete,
 )
@@ -493,6 +494,7 @@ def insert(
     batch_size = check_state(spec, state)
     num_rows = check_state(spec, other)
     require_ragged(state, "insert")
+    check_not_explicit(state=state, other=other)
     if (state.rounding_key is None) != (other.rounding_key is None):
         with_keys, without = (
             ("state", "other") if other.rounding_key is None else ("other", "state")
@@ -557,7 +559,9 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
     Raises:
       ValueError: wrong shape, or (where the values are known) rows out of [-1, B).
     """
-    return _take(spec, state, check_rows(rows, check_state(spec, state)))
+    rows = check_rows(rows, check_state(spec, state))
+    check_not_explicit(state=state)
+    return _take(spec, state, rows)
 
 
 def check_rows(rows: Any, batch_size: int) -> jax.Array:

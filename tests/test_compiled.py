@@ -1,8 +1,10 @@
 """What speed depends on, read off the compiled programs: no copies of the state, one trace."""
 
 import dataclasses
+import gc
 import math
 import re
+import weakref
 
 import chex
 import flax.linen as nn
@@ -208,3 +210,42 @@ def test_layers_under_a_linen_scan():
         x = jnp.mean(rs.step(spec, one, scaled(x))[0])
     chex.assert_trees_all_close(output, x, rtol=1e-5)
     assert found.pointer.length.tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("loop", ["scan_steps", "while_loop"])
+def test_loops_outside_jit_trace_a_body_once_and_let_go_of_it(loop):
+    """As those of `jax.lax`, which keep what they compiled for as long as the body lives."""
+    spec = make_spec("mamba2", window=4)
+    state, one = rs.init_state(spec, 2), random_inputs(spec, 2, 1)
+    traces = []
+
+    class Held:
+        """What a body closes over, such as a model."""
+
+    def make(held):
+        def advance(state):
+            traces.append(held)
+            return rs.step(spec, state, one)[1]
+
+        if loop == "scan_steps":
+            return lambda state, _: (advance(state), None)
+        return lambda carry: (carry[0] + 1, advance(carry[1]))
+
+    def run(body):
+        if loop == "scan_steps":
+            return rs.scan_steps(body, state, None, 8, window=4)[0]
+        return rs.while_loop(few, body, (jnp.int32(0), state), window=4)[1]
+
+    few = lambda carry: carry[0] < 8  # noqa: E731
+    held = Held()
+    body, gone = make(held), weakref.ref(held)
+    first = run(body)
+    assert len(traces) == 2  # one that flushes, one that does not
+    chex.assert_trees_all_equal(run(body), first)
+    assert len(traces) == 2
+    chex.assert_trees_all_equal(run(make(held)), first)
+    assert len(traces) == 4
+    traces.clear()
+    del held, body
+    gc.collect()
+    assert gone() is None

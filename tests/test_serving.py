@@ -344,6 +344,29 @@ def test_forks_at_every_fill(family, ragged):
         assert_close(found[1], want[1], name=f"state of the branch after {t} tokens")
 
 
+def test_arrays_over_explicit_axes_of_a_mesh_are_refused_by_name():
+    """JAX would raise deep inside, of a sort or a gather; inside `shard_map` they are plain."""
+    spec = make_spec("kda", window=4)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.sharding.PartitionSpec("rows")
+    given = rs.init_state(spec, 2, ragged=True), random_inputs(spec, 2, 1)
+    state, one = jax.device_put(given, jax.sharding.NamedSharding(mesh, rows))
+    every = np.arange(2, dtype=np.int32)
+    for call in (
+        lambda: rs.step(spec, state, one),
+        lambda: rs.verify(spec, given[0], one),
+        lambda: rs.prefill(spec, state, one),
+        lambda: rs.flush(spec, state, every > 0),
+        lambda: rs.take(spec, state, every),
+        lambda: rs.insert(spec, given[0], every, state),
+    ):
+        with pytest.raises(ValueError, match=r"explicit axes of a mesh, found .*'rows'.*Auto"):
+            jax.eval_shape(call)
+    step = functools.partial(rs.step, spec)
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    jax.eval_shape(sharded, state, one)
+
+
 @pytest.mark.parametrize("ragged", [False, True], ids=["scalar", "ragged"])
 def test_a_donated_fork_leaves_its_parent(ragged):
     """Neither a fork nor an imported state shares memory with where it came from."""

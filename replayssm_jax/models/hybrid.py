@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.arguments import check_arrays, check_int, check_type, float_dtype
+from replayssm_jax.arguments import (
+    check_arrays,
+    check_int,
+    check_not_explicit,
+    check_type,
+    float_dtype,
+)
 from replayssm_jax.layers import HybridBlock, RMSNorm
 from replayssm_jax.layers.activations import default_kernel_init
 from replayssm_jax.layers.arguments import check_params
@@ -481,6 +487,8 @@ class HybridLM(nnx.Module):
     def embeddings(self, tokens: jax.Array) -> jax.Array:
         """Look up tokens int32 [...], as the first block takes them: [..., d_model]."""
         check_arrays(tokens=tokens)
+        if self.mesh_axes is None:  # see `shard_model`
+            check_not_explicit(tokens=tokens, embedding=self.embed.embedding[...])
         # Rows in the parameters' dtype: their gradient sums thousands of tokens, in bf16 it would
         # saturate (and contend, a bf16 addition is no atomic on GPUs).
         x = jnp.take(self.embed.embedding[...], tokens, axis=0).astype(self.dtype)

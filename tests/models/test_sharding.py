@@ -324,3 +324,9 @@ def test_impossible_meshes_raise():
     sharded = shard_model(model, make_mesh((4, 2)))
     with pytest.raises(ValueError, match="batch_size must be a multiple of 4, found 6"):
         sharded.init_cache(6, SIZE)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    tokens = jax.device_put(jnp.zeros((4, 3), jnp.int32), rows)
+    for call in (model, lambda tokens: generate(model, tokens, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"tokens must not be .* explicit .* by shard_model"):
+            call(tokens)

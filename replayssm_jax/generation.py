@@ -14,6 +14,7 @@ import numpy as np
 from replayssm_jax.arguments import (
     as_int32,
     check_array,
+    check_bool,
     check_int,
     check_protocol,
     check_type,
@@ -170,6 +171,7 @@ def start(
     if cache_size is not None:
         check_int("cache_size", cache_size)
     check_decode(decode)
+    unstack = check_bool("unstack", unstack)
     position: Any = 0
     if state is None:
         state = _init(

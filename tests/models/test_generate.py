@@ -399,7 +399,7 @@ def test_impossible_arguments_raise(model):
     ]:
         with pytest.raises(TypeError, match=f"^{name} must be integer, found (float|bool)"):
             generate(model, PROMPTS, **{"max_new_tokens": 2, name: value})
-    with pytest.raises(TypeError, match="stop_sequences must be a list of token seq.*, found 5"):
+    with pytest.raises(TypeError, match=r"stop_sequences must be a list of token seq.*, found 5"):
         generate(model, PROMPTS, max_new_tokens=2, stop_sequences=5)
     for name in ("return_state", "unstack"):
         with pytest.raises(TypeError, match=f"{name} must be a bool, found 1"):

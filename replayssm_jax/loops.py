@@ -42,7 +42,9 @@ def scan_steps(
     does whose old state is selected over a flush and goes on later: let it idle by `verify` with a
     length of 0. The first step of each window flushes whatever the ring holds, so any state can
     enter, and the result equals that of `jax.lax.scan` within rounding. `f` is traced twice, and
-    twice more when `window` does not divide the length.
+    twice more when `window` does not divide the length. Outside `jax.jit` later calls compile it no
+    more, as those of `jax.lax.scan`: what it closes over and what changes, such as a module that is
+    updated in place, must come in the carry.
 
     Inside `f` the states of the carry know their place in the window, and states from outside do
     not: their trees differ, so `jax.tree.map` and `lax.cond` cannot mix them. To start rows `done`
@@ -96,7 +98,8 @@ def while_loop(
 
     `cond_fun` is evaluated once a window, so up to `window - 1` surplus steps run after it first
     turns false: the body must leave finished rows as they are. What `scan_steps` says about states
-    that are stepped and inserted holds for `body_fun`, too. It is traced twice.
+    that are stepped and inserted, and about what `f` closes over, holds for `body_fun`, too. It is
+    traced twice.
 
     Args:
       cond_fun: carry -> bool scalar.

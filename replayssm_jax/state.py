@@ -250,7 +250,7 @@ def _buffer_shapes(spec: ReplaySpec, batch_size: int) -> dict[str, jax.ShapeDtyp
     }
 
 
-def check_state(spec: ReplaySpec, state: ReplayState) -> int:
+def check_state(spec: ReplaySpec, state: ReplayState, name: str = "state") -> int:
     """Check static facts of `state` against `spec`; return B.
 
     Raises:
@@ -258,8 +258,10 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
       ValueError: a leaf with another shape, float64 without `jax_enable_x64`, or (where the value
         is known) more committed records than the window holds.
     """
-    check_type("state", state, ReplayState)
+    check_type(name, state, ReplayState)
     check_spec(spec)
+    owner = "the state" if name == "state" else name
+    check = functools.partial(_check_stored, spec, owner)
     shape = state.checkpoint.shape
     if len(shape) != 4:
         raise ValueError(
@@ -274,14 +276,14 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
     keys = state.rounding_key
     if keys is not None:
         keys = jax.ShapeDtypeStruct((*shape[:2], 2), jnp.uint32) if spec.is_rounded else None
-    _check_stored("checkpoint", state.checkpoint, precision.storage(shape, spec.state_dtype), spec)
-    _check_stored("read_copy", state.read_copy, copy, spec)
-    _check_stored("rounding_key", state.rounding_key, keys, spec)
-    for name, want in _buffer_shapes(spec, batch_size).items():
-        _check_stored(name, getattr(state.buffer, name), want, spec)
-    for name in ("start", "length", "pending"):
-        _check_stored(name, getattr(state.pointer, name), integers, spec)
-    _check_stored("fresh", state.pointer.fresh, jax.ShapeDtypeStruct(rows, jnp.bool), spec)
+    check("checkpoint", state.checkpoint, precision.storage(shape, spec.state_dtype))
+    check("read_copy", state.read_copy, copy)
+    check("rounding_key", state.rounding_key, keys)
+    for field, want in _buffer_shapes(spec, batch_size).items():
+        check(field, getattr(state.buffer, field), want)
+    for field in ("start", "length", "pending"):
+        check(field, getattr(state.pointer, field), integers)
+    check("fresh", state.pointer.fresh, jax.ShapeDtypeStruct(rows, jnp.bool))
     length = concrete(state.pointer.length)
     if length is None:
         debug_check(
@@ -290,14 +292,14 @@ def check_state(spec: ReplaySpec, state: ReplayState) -> int:
         )
     elif (length > spec.window).any():
         raise ValueError(
-            f"the state must hold at most window={spec.window} committed records, found "
+            f"{owner} must hold at most window={spec.window} committed records, found "
             f"{length.tolist()}: was it made with a larger window, or stepped more than once in "
             "the body of scan_steps or while_loop?"
         )
     return batch_size
 
 
-def _check_stored(name: str, found: Any, want: Any, spec: ReplaySpec) -> None:
+def _check_stored(spec: ReplaySpec, owner: str, name: str, found: Any, want: Any) -> None:
     """Check presence, shapes and dtypes of one field of a state."""
     if (found is None) != (want is None):
         options = f"rule={spec.rule!r}"
@@ -305,7 +307,7 @@ def _check_stored(name: str, found: Any, want: Any, spec: ReplaySpec) -> None:
             read = None if spec.read_dtype is None else spec.read_dtype.name
             options += f", read_dtype={read} and state_dtype={spec.state_dtype.name}"
         raise ValueError(
-            f"{name} of the state must be {'absent' if want is None else 'present'} for "
+            f"{name} of {owner} must be {'absent' if want is None else 'present'} for "
             f"{options}: was the state made with another spec?"
         )
     if found is None:
@@ -313,21 +315,21 @@ def _check_stored(name: str, found: Any, want: Any, spec: ReplaySpec) -> None:
     if isinstance(want, precision.Scaled):
         if not isinstance(found, precision.Scaled):
             raise TypeError(
-                f"{name} of the state must be Scaled {want.dtype.name}, found {found.dtype.name}"
+                f"{name} of {owner} must be Scaled {want.dtype.name}, found {found.dtype.name}"
             )
-        _check_stored(f"{name}.values", found.values, want.values, spec)
-        _check_stored(f"{name}.scale", found.scale, want.scale, spec)
+        _check_stored(spec, owner, f"{name}.values", found.values, want.values)
+        _check_stored(spec, owner, f"{name}.scale", found.scale, want.scale)
         return
     if isinstance(found, precision.Scaled):
         raise TypeError(
-            f"{name} of the state must be {jnp.dtype(want.dtype).name}, found Scaled "
+            f"{name} of {owner} must be {jnp.dtype(want.dtype).name}, found Scaled "
             f"{found.dtype.name}"
         )
     if found.shape != want.shape:
-        raise ValueError(f"{name} of the state must have shape {want.shape}, found {found.shape}")
+        raise ValueError(f"{name} of {owner} must have shape {want.shape}, found {found.shape}")
     if found.dtype != want.dtype:
         raise TypeError(
-            f"{name} of the state must be {jnp.dtype(want.dtype).name}, found {found.dtype.name}"
+            f"{name} of {owner} must be {jnp.dtype(want.dtype).name}, found {found.dtype.name}"
         )
 
 
@@ -492,7 +494,7 @@ def insert(
         (where the values are known) slots out of [-1, B) or a slot named twice.
     """
     batch_size = check_state(spec, state)
-    num_rows = check_state(spec, other)
+    num_rows = check_state(spec, other, "other")
     require_ragged(state, "insert")
     check_not_explicit(state=state, other=other)
     if (state.rounding_key is None) != (other.rounding_key is None):

@@ -27,7 +27,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--two-families",
         action="store_true",
-        help="run what is tested for several families for mamba2 and kda",
+        help="outside the base suite, run what is tested for several families for mamba2 and kda",
     )
     parser.addoption(
         "--each-value",
@@ -54,7 +54,13 @@ def leave_out_families(config, items):
         return item.path, item.cls, item.originalname
 
     thinned = {function(x) for x in items if families_of(x) & TWO_FAMILIES}
-    left_out = [x for x in items if families_of(x) & OTHER_FAMILIES and function(x) in thinned]
+    left_out = [
+        x
+        for x in items
+        if families_of(x) & OTHER_FAMILIES
+        and function(x) in thinned
+        and not x.path.name.startswith("test_core")
+    ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [x for x in items if x not in set(left_out)]
 

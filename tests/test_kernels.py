@@ -166,7 +166,7 @@ def test_who_reads_what_in_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family, read_dtype",
-    [("mamba2", "int8"), ("gated_delta_net", None), ("kda", "bfloat16")],
+    [("mamba2", "int8"), ("gated_delta_net", None), ("kda", "bfloat16"), ("gla", None)],
 )
 def test_windowed_loops_in_the_interpreter(family, read_dtype):
     spec = make_spec(family, window=2, read_dtype=read_dtype, **SHAPES[family])

@@ -162,7 +162,8 @@ def places(p: Problem, c: Config, mode: Mode) -> tuple[Any, ...]:
                 small["solve_beta"] = sm((window, *heads), F32)
                 if not channel:
                     small["solve_gate"] = sm((2, *heads, window), F32)
-        if follow:  # one behind the other in the places of tiles, while later ones have tiles yet
+        if follow:
+            # Records come while tiles are still read here: both begin at the same byte.
             assert [*reads] == ["copy"]
             uses += records
             records = []

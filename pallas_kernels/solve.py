@@ -89,7 +89,7 @@ class Solve(Program):
 
     def slot(self, j: Any) -> jax.Array:
         """Slot of record j of the window."""
-        if isinstance(j, int):  # the same: eight share an address, since `start` is one of them
+        if isinstance(j, int):  # the same, as `start` is a multiple of 8: eight share an address
             return lax.rem(self.start + j // 8 * 8, self.p.capacity) + j % 8
         return lax.rem(self.start + j, self.p.capacity)
 

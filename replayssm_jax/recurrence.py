@@ -65,7 +65,7 @@ def recurrent_step(
             "through prefill",
         )
         return kernels.recurrent_step(spec, state, inputs, implementation=chosen)
-    return _one(spec, state, inputs, keys)
+    return _one_token(spec, state, inputs, keys)
 
 
 def recurrent_scan(
@@ -91,7 +91,7 @@ def recurrent_scan(
 
 
 @functools.partial(jax.jit, static_argnames="spec")
-def _one(
+def _one_token(
     spec: ReplaySpec, state: Any, inputs: TokenInputs, keys: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     output, state = _step(spec, state, jax.tree.map(lambda x: x[:, 0], inputs), keys)

@@ -42,9 +42,9 @@ def scan_steps(
     does whose old state is selected over a flush and goes on later: let it idle by `verify` with a
     length of 0. The first step of each window flushes whatever the ring holds, so any state can
     enter, and the result equals that of `jax.lax.scan` within rounding. `f` is traced twice, and
-    twice more when `window` does not divide the length. Outside `jax.jit` later calls compile it no
-    more, as those of `jax.lax.scan`: what it closes over and what changes, such as a module that is
-    updated in place, must come in the carry.
+    once more when `window` does not divide the length. Outside `jax.jit` later calls with the same
+    `f` trace it no more, as those of `jax.lax.scan`: what it closes over and what changes, such as
+    a module that is updated in place, must come in the carry.
 
     Inside `f` the states of the carry know their place in the window, and states from outside do
     not: their trees differ, so `jax.tree.map` and `lax.cond` cannot mix them. To start rows `done`
@@ -71,17 +71,13 @@ def scan_steps(
     num_windows, rest = divmod(num_steps, window)
 
     steps = _kept(f, window, _Steps)
-    split = num_windows * window
-    whole = jax.tree.map(lambda x: x[:split].reshape(num_windows, window, *x.shape[1:]), xs)
-    tail = jax.tree.map(lambda x: x[split:], xs)
     parts = []
     carry = jax.tree.map(jnp.asarray, init)  # as scan does, also where no whole window runs
-    if num_windows:
-        carry, ys = jax.lax.scan(steps.window, carry, whole, num_windows)
-        parts.append(jax.tree.map(lambda y: y.reshape(split, *y.shape[2:]), ys))
-    if rest:
-        carry, ys = steps.run(carry, tail, rest)
-        parts.append(ys)
+    for first, count, size in ((0, num_windows, window), (num_windows * window, 1, rest)):
+        if count and size:
+            some = _in_windows(xs, first, count, size)
+            carry, ys = jax.lax.scan(steps.window(size), carry, some, count)
+            parts.append(jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys))
     if not parts:
         return jax.lax.scan(steps.flush, carry, xs, 0)
     return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *parts)
@@ -131,31 +127,50 @@ def set_phase(tree: Carry, phase: Phase | None) -> Carry:
     )
 
 
+def _in_windows(xs: Any, first: int, count: int, size: int) -> Any:
+    """`count` windows of `size` steps of `xs`, from step `first` on."""
+    last = first + count * size
+    return jax.tree.map(lambda x: x[first:last].reshape(count, size, *x.shape[1:]), xs)
+
+
 # JAX keeps what it compiled of a loop by the identity of its body, as long as that lives.
 _bodies: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _kept(f: Any, window: int, make: Callable[[Callable[[], Any], int], Made]) -> Made:
-    """What `make` makes of a reference to `f` and the window: one for as long as `f` lives."""
+    """What `make` makes of a reference to `f` and the window: one for as long as `f` lives.
+
+    Within a trace it is made anew: there JAX compiles anyway, and `f` may close over tracers.
+    """
+    is_traced = isinstance(jax.lax.iota(jnp.int32, 1), jax.core.Tracer)  # transfers nothing
+    if is_traced:
+        return make(lambda: f, window)
     try:
         held = _bodies.setdefault(f, {})
     except TypeError:  # not hashable, or without weak references
         return make(lambda: f, window)
-    if (make, window) not in held:
-        held[make, window] = make(weakref.ref(f), window)
-    return held[make, window]
+    owner, made = held.get((make, window), (None, None))
+    # Another may be equal to it, such as the same method bound again, and live longer.
+    if owner is None or owner() is not f:
+        owner = weakref.ref(f)
+        made = make(owner, window)
+        held[make, window] = owner, made
+    return made
 
 
 class _Steps:
-    """Bodies of scans over the steps of `f`: one that flushes, one that does not, a window."""
+    """Bodies of scans over the steps of `f`: one that flushes, one that does not, windows."""
 
     def __init__(self, f: Callable[[], Any], window: int):
         self.flush = _in_phase(f, Phase(True, window))
         self.hold = _in_phase(f, Phase(False, window))
-        self.window = functools.partial(self.run, size=window)
+        self._windows: dict[int, Any] = {}
 
-    def run(self, carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
-        """Scan over one window of `size` steps."""
+    def window(self, size: int) -> Callable[[Carry, Any], tuple[Carry, Any]]:
+        """The body of a scan over windows of `size` steps."""
+        return self._windows.setdefault(size, functools.partial(self._run, size=size))
+
+    def _run(self, carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
         first = jax.tree.map(lambda x: x[0], xs)
         carry, y = self.flush(carry, first)
         later = jax.tree.map(lambda x: x[1:], xs)

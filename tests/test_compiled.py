@@ -233,19 +233,79 @@ def test_loops_outside_jit_trace_a_body_once_and_let_go_of_it(loop):
 
     def run(body):
         if loop == "scan_steps":
-            return rs.scan_steps(body, state, None, 8, window=4)[0]
+            return rs.scan_steps(body, state, None, 7, window=4)[0]
         return rs.while_loop(few, body, (jnp.int32(0), state), window=4)[1]
 
     few = lambda carry: carry[0] < 8  # noqa: E731
+    # One that flushes, one that does not, and one that flushes in part of a window.
+    expected = 3 if loop == "scan_steps" else 2
     held = Held()
     body, gone = make(held), weakref.ref(held)
     first = run(body)
-    assert len(traces) == 2  # one that flushes, one that does not
+    assert len(traces) == expected
     chex.assert_trees_all_equal(run(body), first)
-    assert len(traces) == 2
+    assert len(traces) == expected
     chex.assert_trees_all_equal(run(make(held)), first)
-    assert len(traces) == 4
+    assert len(traces) == 2 * expected
     traces.clear()
     del held, body
     gc.collect()
     assert gone() is None
+
+
+def test_loops_outside_jit_tell_equal_bodies_apart():
+    """A method is another object each time it is bound, and equal ones may close over others."""
+    spec = make_spec("mamba2", window=4)
+    state, one = rs.init_state(spec, 2), random_inputs(spec, 2, 1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Model:
+        name: str
+        weight: float = dataclasses.field(compare=False)
+        fails: list = dataclasses.field(default_factory=list, compare=False)
+
+        def __call__(self, state, _):
+            if self.fails:
+                self.fails.clear()
+                raise RuntimeError
+            gc.collect()  # a body from before may go while this one is traced
+            return rs.step(spec, state, one)[1], jnp.float32(self.weight)
+
+        def body(self, state, x):
+            return self(state, x)
+
+    for weight in (1.0, 2.0):
+        _, found = rs.scan_steps(Model("same", weight), state, None, 8, window=4)
+        assert (found == weight).all()
+
+    model = Model("retried", 3.0, [True])
+
+    def fail():
+        error = [None]
+        try:
+            rs.scan_steps(model.body, state, None, 8, window=4)
+        except RuntimeError as found:
+            error[0] = found  # a cycle that holds the method
+
+    gc.disable()
+    try:
+        fail()
+        assert not model.fails
+        _, found = rs.scan_steps(model.body, state, None, 8, window=4)
+    finally:
+        gc.enable()
+    assert (found == 3).all()
+
+
+def test_loops_inside_jit_see_what_changed():
+    spec = make_spec("mamba2", window=4)
+    state, one = rs.init_state(spec, 2), random_inputs(spec, 2, 1)
+    weight = [1.0]
+
+    def body(state, _):
+        return rs.step(spec, state, one)[1], jnp.float32(weight[0])
+
+    for expected in (1.0, 2.0):
+        weight[0] = expected
+        run = jax.jit(lambda: rs.scan_steps(body, state, None, 8, window=4)[1])
+        assert (run() == expected).all()

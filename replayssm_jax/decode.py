@@ -75,14 +75,14 @@ def verify(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size, max_tokens=spec.max_tokens)
-    check_not_explicit(state=state, inputs=inputs)
+    lengths = check_lengths(state, lengths, num_tokens)
+    if parents is not None:
+        parents = check_parents(parents, (batch_size, num_tokens))
+    check_not_explicit(state=state, inputs=inputs, lengths=lengths, parents=parents)
     arrays = (state.checkpoint, inputs)
     chosen = dispatch.resolve(
         implementation, spec, num_tokens, arrays=arrays, tree=parents is not None
     )
-    lengths = check_lengths(state, lengths, num_tokens)
-    if parents is not None:
-        parents = check_parents(parents, (batch_size, num_tokens))
     check_gates(inputs.g, lengths)
     _check_phase(spec, state)
     return _verify(spec, state, inputs, lengths, parents, chosen)
@@ -189,8 +189,8 @@ def flush(
     chosen = dispatch.resolve(implementation, spec, 0, arrays=state.checkpoint)
     if where is not None:
         require_ragged(state, "where")
-        check_not_explicit(state=state)
         where = check_array("where", where, (batch_size,), jnp.bool)
+        check_not_explicit(state=state, where=where)
     return _flush(spec, state, where, chosen)
 
 

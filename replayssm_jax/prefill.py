@@ -69,7 +69,6 @@ def prefill(
     """
     batch_size = check_state(spec, state)
     num_tokens = check_inputs(spec, inputs, batch_size)
-    check_not_explicit(state=state, inputs=inputs)
     if lengths is not None and valid is not None:
         raise ValueError("give lengths or valid, found both")
     lengths = check_lengths(state, lengths, num_tokens)
@@ -78,6 +77,7 @@ def prefill(
         valid = check_array("valid", valid, shape, jnp.bool)
     if resets is not None:
         resets = check_array("resets", resets, shape, jnp.bool)
+    check_not_explicit(state=state, inputs=inputs, lengths=lengths, valid=valid, resets=resets)
     if chunk_size is None:
         chunk_size = _CHUNK_SIZE[spec.decay]
     chunk_size = check_int("chunk_size", chunk_size)

@@ -264,9 +264,10 @@ def check_state(spec: ReplaySpec, state: ReplayState, name: str = "state") -> in
     check = functools.partial(_check_stored, spec, owner)
     shape = state.checkpoint.shape
     if len(shape) != 4:
+        expected = ("B", *spec.state_shape(1)[1:])
         raise ValueError(
-            f"checkpoint must have shape {('B', *spec.state_shape(1)[1:])}, found {shape}: arrays "
-            "always carry the batch axis, vmap adds axes in front"
+            f"checkpoint of {owner} must have shape {expected}, found {shape}: arrays always carry "
+            "the batch axis, vmap adds axes in front"
         )
     batch_size = shape[0]
     rows = (batch_size,) if state.pointer.is_ragged else ()
@@ -496,7 +497,8 @@ def insert(
     batch_size = check_state(spec, state)
     num_rows = check_state(spec, other, "other")
     require_ragged(state, "insert")
-    check_not_explicit(state=state, other=other)
+    slots = check_slots(slots, num_rows, batch_size)
+    check_not_explicit(state=state, other=other, slots=slots)
     if (state.rounding_key is None) != (other.rounding_key is None):
         with_keys, without = (
             ("state", "other") if other.rounding_key is None else ("other", "state")
@@ -505,7 +507,7 @@ def insert(
             f"insert needs a rounding_key in both states or in none, found one in {with_keys} and "
             f"none in {without}: pass it to init_state"
         )
-    return _insert(spec, state, check_slots(slots, num_rows, batch_size), other)
+    return _insert(spec, state, slots, other)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -562,7 +564,7 @@ def take(spec: ReplaySpec, state: ReplayState, rows: jax.Array) -> ReplayState:
       ValueError: wrong shape, or (where the values are known) rows out of [-1, B).
     """
     rows = check_rows(rows, check_state(spec, state))
-    check_not_explicit(state=state)
+    check_not_explicit(state=state, rows=rows)
     return _take(spec, state, rows)
 
 

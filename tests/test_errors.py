@@ -556,7 +556,7 @@ def with_pointer(state, **fields):
                 "no batch axis",
                 lambda state: jax.tree.map(lambda x: x[0], state),
                 ValueError,
-                r"checkpoint must have shape \('B', 4, 12, 10\), found \(4, 12, 10\): .*vmap",
+                r"of the state must have shape \('B', 4, 12, 10\), found \(4, 12, 10\): .*vmap",
             ),
             (
                 "another number of heads",

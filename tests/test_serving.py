@@ -350,9 +350,17 @@ def test_arrays_over_explicit_axes_of_a_mesh_are_refused_by_name():
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = jax.sharding.PartitionSpec("rows")
     given = rs.init_state(spec, 2, ragged=True), random_inputs(spec, 2, 1)
-    state, one = jax.device_put(given, jax.sharding.NamedSharding(mesh, rows))
+    sharding = jax.sharding.NamedSharding(mesh, rows)
+    state, one = jax.device_put(given, sharding)
     every = np.arange(2, dtype=np.int32)
+    whole, spread = given[0], jax.device_put(every, sharding)
     for call in (
+        lambda: rs.verify(spec, whole, given[1], lengths=spread),
+        lambda: rs.prefill(spec, whole, given[1], lengths=spread),
+        lambda: rs.prefill(spec, whole, given[1], valid=spread[:, None] > 0),
+        lambda: rs.flush(spec, whole, spread > 0),
+        lambda: rs.take(spec, whole, spread),
+        lambda: rs.insert(spec, whole, spread, whole),
         lambda: rs.step(spec, state, one),
         lambda: rs.verify(spec, given[0], one),
         lambda: rs.prefill(spec, state, one),

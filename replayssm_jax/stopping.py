@@ -69,7 +69,8 @@ class Stops:
             if tokens.ndim == 1:
                 tokens = jnp.broadcast_to(tokens[None, :], (batch_size, tokens.shape[0]))
         if sequences is not None and not isinstance(sequences, jax.Array):
-            if not isinstance(sequences, Sequence | np.ndarray):
+            is_array = isinstance(sequences, np.ndarray) and sequences.ndim
+            if not is_array and (isinstance(sequences, str) or not isinstance(sequences, Sequence)):
                 raise TypeError(
                     f"stop_sequences must be a list of token sequences, found {sequences!r}"
                 )

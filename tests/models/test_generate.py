@@ -399,8 +399,10 @@ def test_impossible_arguments_raise(model):
     ]:
         with pytest.raises(TypeError, match=f"^{name} must be integer, found (float|bool)"):
             generate(model, PROMPTS, **{"max_new_tokens": 2, name: value})
-    with pytest.raises(TypeError, match=r"stop_sequences must be a list of token seq.*, found 5"):
-        generate(model, PROMPTS, max_new_tokens=2, stop_sequences=5)
+    for value, found in ((5, "5"), (np.array(5), r"array\(5\)"), ("", "''")):
+        message = f"stop_sequences must be a list of token sequences, found {found}"
+        with pytest.raises(TypeError, match=message):
+            generate(model, PROMPTS, max_new_tokens=2, stop_sequences=value)
     for name in ("return_state", "unstack"):
         with pytest.raises(TypeError, match=f"{name} must be a bool, found 1"):
             generate(model, PROMPTS, max_new_tokens=2, **{name: 1})

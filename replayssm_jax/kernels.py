@@ -161,7 +161,8 @@ def _join_vmapped_axes(f: Callable[..., Any]) -> Callable[..., Any]:
 def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` under jit, so that there is one kernel to compile, however many layers call it.
 
-    Its arrays have 32 bits or fewer; of Python's integers `jax_enable_x64` would make 64.
+    Its arrays have 32 bits or fewer; of Python's integers `jax_enable_x64` would make 64. What JAX
+    makes of `//` when it lowers has 64 then, of the same values.
     """
 
     @jax.jit

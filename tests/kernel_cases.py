@@ -113,18 +113,19 @@ def run_with_copy(spec, implementation, inputs, initial):
     return [*outputs, output], state
 
 
-def check_read_copies(make, implementation, names):
+def check_read_copies(make, implementation, names, gates=None):
     """Against XLA the same rounding, and one checkpoint, bit for bit, whatever the copy's format.
 
     Args:
       make: a spec from keyword arguments of its own.
       implementation: whose kernels.
       names: formats.
+      gates: as of `random_inputs`.
     """
     checkpoints = []
     for name in names:
         spec = make(read_dtype=name)
-        inputs = random_inputs(spec, 2, spec.window + 12)
+        inputs = random_inputs(spec, 2, spec.window + 12, gates=gates)
         initial = np.random.default_rng(1).standard_normal(spec.state_shape(2))
         initial = jnp.asarray(initial, jnp.float32).at[0, 0, 0].set(0).at[0, 0, 1].mul(1e6)
         # A value on the edge of two of the copy's may be rounded to the other one.

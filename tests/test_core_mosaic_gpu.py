@@ -8,6 +8,7 @@ import functools
 from typing import ClassVar
 
 import pytest
+from base import GATES
 from kernel_cases import (
     KernelSuite,
     OtherCut,
@@ -81,6 +82,14 @@ class TestMosaicGpu(KernelSuite):
             key_dim=key_dim,
         )
         check_read_copies(make, self.implementation, ["float8_e4m3fn", "int8"])
+
+    @pytest.mark.parametrize("gates", [None, GATES], ids=["", "of all sizes"])
+    @pytest.mark.parametrize("key_dim, window", [(48, 16), (64, 12), (96, 32), (256, 16)])
+    def test_key_dims_by_channel_with_a_read_copy(self, key_dim, window, gates):
+        """How warps share the channels of keys that meet in a fold, and gates of all sizes."""
+        dims = dict(num_heads=2, key_dim=key_dim, value_dim=64, window=window)
+        make = functools.partial(rs.ReplaySpec.kda, **dims)
+        check_read_copies(make, self.implementation, ["int8"], gates)
 
     @pytest.mark.parametrize("max_tokens", [1, 2])
     def test_nemotron_heads_with_a_read_copy(self, max_tokens):

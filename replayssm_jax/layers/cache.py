@@ -151,7 +151,8 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
             "alike, with a rounding_key in both or in none"
         )
 
-    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+    def put(path: Any, x: jax.Array, new: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path)
         if not x.ndim:
             raise ValueError(
                 "insert needs a cache whose rows have their own pointers, found one for all rows: "
@@ -159,20 +160,20 @@ def insert_rows(cache: T, slots: jax.Array, other: T) -> T:
             )
         if x.shape[1:] != new.shape[1:]:
             raise ValueError(
-                f"cannot insert rows of shape {new.shape} into {x.shape}: caches must be of "
-                "the same model and of the same size"
+                f"cannot insert rows of shape {new.shape} into {x.shape} at {name}: caches must be "
+                "of the same model and of the same size"
             )
         if x.dtype != new.dtype:
             raise ValueError(
-                f"cannot insert rows of {new.dtype.name} into {x.dtype.name}: make both caches "
-                "with the same dtype"
+                f"cannot insert rows of {new.dtype.name} into {x.dtype.name} at {name}: make both "
+                "caches with the same dtype"
             )
         # JAX wraps negative indices also with mode="drop", so every other slot becomes B.
         at = jnp.where((slots >= 0) & (slots < x.shape[0]), slots, x.shape[0])
         return jnp.asarray(x).at[at].set(new, mode="drop")
 
     slots = jnp.asarray(slots).astype(jnp.int32)
-    return jax.tree.map(put, cache, other)
+    return jax.tree_util.tree_map_with_path(put, cache, other)
 
 
 def reset_pointer(spec: ReplaySpec, pointer: Pointer, where: jax.Array) -> Pointer:

@@ -511,9 +511,12 @@ def test_impossible_arguments_raise():
     ]:
         with pytest.raises(error, match=message):
             model.init_cache(*args)
-    with pytest.raises(ValueError, match="cannot insert rows of bfloat16 into float32"):
-        other = model.init_cache(1, SIZE, jnp.bfloat16)
-        model.insert(model.init_cache(B, SIZE), [0], other)
+    for other, message in [
+        (model.init_cache(1, SIZE, jnp.bfloat16), r"bfloat16 into float32 at \.layers\[0\]"),
+        (model.init_cache(1, 2 * SIZE), r"shape \(1, .* into \(3, .* at \.layers\[.*same size"),
+    ]:
+        with pytest.raises(ValueError, match="cannot insert rows of " + message):
+            model.insert(model.init_cache(B, SIZE), [0], other)
     with pytest.raises(ValueError, match="found one for all rows: make it with ragged=True"):
         model.insert(model.init_cache(B, SIZE, ragged=False), [0], model.init_cache(1, SIZE))
     with pytest.raises(ValueError, match="tokens have 3 rows, the cache 2"):

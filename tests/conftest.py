@@ -3,12 +3,16 @@
 """
 
 import gc
+import os
 
 import jax
 import pytest
 
 # Traces make many objects that live on; looking for garbage among them took 8% of the time.
 gc.set_threshold(20_000, 20, 20)
+
+# Processes side by side share a GPU; JAX looks when it first uses one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

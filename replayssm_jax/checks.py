@@ -12,6 +12,7 @@ import contextvars
 from collections.abc import Callable, Iterator
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import checkify
 
 _checking = contextvars.ContextVar("checking", default=False)
@@ -43,3 +44,12 @@ def debug_check(holds: Callable[[], jax.Array], message: str) -> None:
     """Check that `holds()`, a bool scalar, is true, within `debug_checks`."""
     if _checking.get():
         checkify.debug_check(holds(), message)
+
+
+def nan_unless(holds: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` where `holds`, which broadcasts against it, and NaN elsewhere.
+
+    No operation gives NaN where all holds: `jax.debug_nans` and `checkify.nan_checks` would find
+    one that is only selected from.
+    """
+    return x + jnp.zeros((), x.dtype) / holds.astype(x.dtype)

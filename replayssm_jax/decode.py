@@ -17,7 +17,7 @@ import numpy as np
 
 from replayssm_jax import dispatch, window
 from replayssm_jax.arguments import as_int32, check_array, check_not_explicit, concrete, known_mask
-from replayssm_jax.checks import debug_check
+from replayssm_jax.checks import debug_check, nan_unless
 from replayssm_jax.flush_switch import flush_all, flush_rows, flush_when_due, is_due, stored_of
 from replayssm_jax.gradients import not_differentiable
 from replayssm_jax.inputs import TokenInputs, check_inputs
@@ -375,7 +375,7 @@ def _verify(
         # A body that steps one state twice outruns the window: loud from this token on, and what
         # reads or folds such a state later is NaN too, see `committed_records`.
         fits = pointer.length + num_new <= spec.window
-        output = jnp.where(fits.reshape(-1, 1, 1, 1), output, jnp.nan)
+        output = nan_unless(fits.reshape(-1, 1, 1, 1), output)
     # Reads before the write, or XLA keeps a copy of the ring to read from.
     output, ring = jax.lax.optimization_barrier((output, state.buffer))
     buffer = _append(spec, ring, pointer, inputs, update, valid)

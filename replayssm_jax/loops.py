@@ -173,6 +173,8 @@ class _Steps:
     def _run(self, carry: Carry, xs: Any, size: int) -> tuple[Carry, Any]:
         first = jax.tree.map(lambda x: x[0], xs)
         carry, y = self.flush(carry, first)
+        if size == 1:
+            return carry, jax.tree.map(lambda y: jnp.expand_dims(y, 0), y)
         later = jax.tree.map(lambda x: x[1:], xs)
         carry, ys = jax.lax.scan(self.hold, carry, later, size - 1)
         return carry, jax.tree.map(
@@ -192,7 +194,8 @@ def _while_body(f: Callable[[], Any], window: int) -> Callable[[Carry], Carry]:
 
     def run_window(carry: Carry) -> Carry:
         carry, _ = in_phase(True)(carry, None)
-        carry, _ = jax.lax.scan(in_phase(False), carry, None, window - 1)
+        if window > 1:
+            carry, _ = jax.lax.scan(in_phase(False), carry, None, window - 1)
         return carry
 
     return run_window

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replayssm_jax.arguments import as_dtype, check_floats
+from replayssm_jax.checks import nan_unless
 
 # Of read copies, and of checkpoints beside float32 and float64.
 FORMATS = tuple(
@@ -149,8 +150,9 @@ def encode(x: jax.Array, dtype: Any, keys: jax.Array | None = None) -> Any:
     # At least the smallest normal number: rows of zeros stay zeros, nothing is divided by zero. At
     # most what takes `top` to a finite number: a quotient may have been rounded up.
     most = float(np.nextafter(np.float32(_HUGE / top), np.float32(0)))
-    scale = jnp.where(jnp.isfinite(amax), jnp.clip(amax / top, _TINY, most), jnp.nan)
-    finite = jnp.isfinite(scale)[..., None]
+    finite = jnp.isfinite(amax)
+    scale = nan_unless(finite, jnp.clip(amax / top, _TINY, most))
+    finite = finite[..., None]
     values = jnp.where(finite, jnp.clip(x / jnp.where(finite, scale[..., None], 1), -top, top), 0)
     return Scaled(_round(values, dtype, keys), scale)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from replayssm_jax import precision, window
 from replayssm_jax.arguments import check_array, check_int, check_not_explicit
+from replayssm_jax.checks import nan_unless
 from replayssm_jax.decode import as_tokens, check_gates, check_lengths, leading
 from replayssm_jax.flush_switch import stored_of
 from replayssm_jax.inputs import TokenInputs, check_inputs
@@ -130,8 +131,8 @@ def _prefill(
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(batch_size, -1, *outputs.shape[3:])
     outputs = outputs[:, :num_tokens].astype(inputs.v.dtype)
     if lost is not None:
-        outputs = jnp.where(lost[:, :, None, None], jnp.nan, outputs)
-        after = jnp.where(lost[:, -1].reshape(-1, 1, 1, 1), jnp.nan, after)
+        outputs = nan_unless(~lost[:, :, None, None], outputs)
+        after = nan_unless(~lost[:, -1].reshape(-1, 1, 1, 1), after)
     if valid is not None:  # not by the zeros of their q: a state may hold NaN
         outputs = jnp.where(valid[:, :, None, None], outputs, 0)
     touched = None

@@ -20,7 +20,7 @@ from replayssm_jax.arguments import (
     check_type,
     concrete,
 )
-from replayssm_jax.checks import debug_check
+from replayssm_jax.checks import debug_check, nan_unless
 from replayssm_jax.spec import SLOT_CHUNK, ReplaySpec, check_spec, round_up
 
 
@@ -411,7 +411,7 @@ def _as_records(
 ) -> window.Records:
     records = window.make_records(spec, _with_channels(spec, ring.log_decay), ring.key, update)
     fits = (length <= spec.window).reshape(-1, 1, 1, 1)
-    return records._replace(decay=jnp.where(fits, records.decay, jnp.nan))
+    return records._replace(decay=nan_unless(fits, records.decay))
 
 
 def _with_channels(spec: ReplaySpec, log_decay: jax.Array) -> jax.Array:

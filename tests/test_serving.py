@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from oracle import assert_close, make_spec, random_inputs, reference, tokens
 
 import replayssm_jax as rs
@@ -905,3 +906,24 @@ def test_nothing_compiles_twice(caplog):
         caplog.clear()
         serve()
         assert not compilations()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, read_dtype", [("mamba2", None), ("kda", "int8")])
+def test_tools_that_look_for_nan_find_none_in_healthy_calls(family, read_dtype):
+    """Operation by operation, as `jax.debug_nans` runs what gave one and `checkify` all."""
+    spec = make_spec(family, window=2, read_dtype=read_dtype)
+    state, one = rs.init_state(spec, 2, ragged=True), random_inputs(spec, 2, 1)
+    many, resets = random_inputs(spec, 2, 3), np.arange(6).reshape(2, 3) == 1
+
+    def run():
+        _, after = rs.prefill(spec, state, many, resets=resets)
+        after, outputs = rs.scan_steps(
+            lambda state, _: rs.step(spec, state, one)[::-1], after, None, 3, window=2
+        )
+        return outputs, rs.flush(spec, after)
+
+    errors, expected = checkify.checkify(jax.jit(run), errors=checkify.float_checks)()
+    errors.throw()
+    with jax.debug_nans(True), jax.disable_jit():
+        chex.assert_trees_all_close(run()[0], expected[0], rtol=1e-4, atol=1e-5)
